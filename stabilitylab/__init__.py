@@ -29,7 +29,7 @@ _MODULES = {
     "numerics.lattice": ("debias", "lattice"),
     "plot.findings": ("plot_findings",),
     "plot.loss": ("plot_loss",),
-    "plot.runs": ("plot_losses",),
+    "plot.runs": ("plot_losses", "plot_trial"),
     "plot.replay": (
         "plot_lattice",
         "plot_precision",
@@ -89,7 +89,6 @@ _MODULES = {
     "trial.proxy": ("proxy",),
     "trial.settings": ("Recipe",),
     "trial.sweep": ("Sweep", "sweep"),
-    "plot.trial": ("plot_trial",),
     "workbench.tabs": ("Workbench",),
 }
 register_renderer("findings", "stabilitylab.report.html:findings_table")

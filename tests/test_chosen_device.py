@@ -200,7 +200,7 @@ def test_a_trial_that_does_not_fit_is_refused_before_it_trains(monkeypatch):
     where = begun(monkeypatch, {"fitting": 0, "words": "does not fit: one arm takes 5 GB"})
     trial = Trial(START, ["lower_lr"], steps=5, seeds=1)
     state = trial.poll()
-    assert not where and state.ended and "does not fit" in state.failed[0]
+    assert not where and state.ended and "does not fit" in state.failed[0].why
 
 
 def test_a_cpu_with_room_is_not_measured_and_one_without_is(monkeypatch):

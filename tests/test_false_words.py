@@ -562,7 +562,7 @@ def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
         == "the gradient of the batch is not finite, so none of its 2 has a share"
     )
     rows[1]["loss"] = "nan"
-    assert samples_line(rows).endswith("has a share; the loss of sample 1 is not finite")
+    assert samples_line(rows).endswith("has a share; taken alone, the loss of sample 1 is not finite")
 
 
 def test_samples_that_are_not_the_batch_are_left_out_or_told():
@@ -911,7 +911,9 @@ def test_a_loss_of_pairs_is_not_taken_of_one_sample():
 
     torch.manual_seed(0)
     setup = Setup(lambda: torch.nn.Linear(3, 1), of_pairs, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pytest.raises(InputError, match="cannot be computed for one sample alone"):
+    with pytest.raises(
+        InputError, match="the loss of one sample alone fails, though that of the batch does not"
+    ):
         blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
 
 

@@ -31,8 +31,8 @@ from stabilitylab.plot.loss import (
     wants_log,
 )
 from stabilitylab.plot.picture import findings_svg
+from stabilitylab.plot.runs import plot_trial, trial_picture
 from stabilitylab.plot.theme import COLOURS, colour, theme
-from stabilitylab.plot.trial import plot_trial, trial_picture
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars, series
 from stabilitylab.trial.arm import ArmCurve
@@ -290,7 +290,7 @@ def test_the_legend_of_a_running_trial_stands_within_the_picture():
         assert ax.get_legend().get_window_extent().x1 <= figure.bbox.x1
         return b"png"
 
-    with mock.patch("stabilitylab.plot.trial.figure_png", keep):
+    with mock.patch("stabilitylab.plot.runs.figure_png", keep):
         _, (panel,) = trial_picture(curves)
     assert texts[1] == "skip_batches\ncount=3"
     assert [series["name"] for series in panel["series"]] == names

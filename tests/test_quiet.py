@@ -6,7 +6,7 @@ import pytest
 from stabilitylab import compare_runs, diagnose
 from stabilitylab.detect.diagnose import DETECTORS
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.detect.likely_cause import with_fitting_remedies
+from stabilitylab.detect.likely_cause import fitted_to_cause
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -294,5 +294,5 @@ def test_a_rate_that_only_was_high_when_a_bad_batch_came_is_no_finding(rising, a
     }
     rise = Finding("loss_spike", "error", 100, explanation="The loss jumped.")
     rate = Finding("lr_too_high", "warning", at, evidence={"rising": rising, "lr_at_onset": 0.005})
-    assert len(with_fitting_remedies(Findings([rise, rate], {"evidence": facts}))) == n
-    assert len(with_fitting_remedies(Findings([rise, rate], {"evidence": {}}))) == 2
+    assert len(fitted_to_cause(Findings([rise, rate], {"evidence": facts}))) == n
+    assert len(fitted_to_cause(Findings([rise, rate], {"evidence": {}}))) == 2

@@ -14,6 +14,7 @@ from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html
 from stabilitylab.report.json_report import run_json, runs_json
+from stabilitylab.report.step import replay_html
 from stabilitylab.report.terminal import findings_text, run_markdown, run_text
 from stabilitylab.report.words import clean, number
 from stabilitylab.run.record import new_run
@@ -242,3 +243,17 @@ def test_clean_takes_control_characters_and_direction_marks_away():
 def test_the_same_run_gives_the_same_page():
     run, findings = hostile()
     assert report_html({"a": run}, {"a": findings}) == report_html({"a": run}, {"a": findings})
+
+
+def test_the_words_of_a_swap_test_are_a_sentence_in_the_replay_view():
+    numbers = {
+        "step": 4,
+        "loss": 2.0,
+        "recorded_loss": None,
+        "exact": None,
+        "grad_norm": 1.0,
+        "update_norm": 0.1,
+    }
+    swap = {"verdict": "bad batch", "words": "the batch is out of line from every state"}
+    page = replay_html(numbers | {"swap": swap}, "head")
+    assert "The batch is out of line from every state." in re.sub("<[^>]+>", "", page)

@@ -28,7 +28,7 @@ from reproductions.stored import store_row, stored_rows
 from stabilitylab.cases.states import trained_reader, trigger_batch
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.trial.significance import paired_interval
+from stabilitylab.trial.outcome import paired_interval
 
 PARTLY = {"R7": ["spikes with β₂ 0.99, troughs of the bare loss"]}  # does not come out, and is told
 

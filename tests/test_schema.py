@@ -10,8 +10,8 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
 from stabilitylab.cases.samples import sample
+from stabilitylab.cli.explain import schema
 from stabilitylab.cli.main import make_parser
-from stabilitylab.cli.schema import schema
 from tests.command import command
 from tests.notebooks import ROOT
 from tests.test_page_commands import AUDITED

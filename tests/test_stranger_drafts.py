@@ -9,6 +9,7 @@ import warnings
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -341,3 +342,30 @@ def test_packages_of_a_folder_in_the_path_are_not_imported_again(tmp_path, monke
         assert function_at(str(draft)).__globals__["own"] is not first
     finally:
         vars(sys).pop("_once", None)
+
+
+def distance_loss(model, weight):
+    "(a loss that was made elsewhere, in which `weight` is not what the loop calls so; the same as a lambda)."
+
+    def inner(batch, *, power=2):
+        return weight * (model(batch["x"]).abs() ** power).mean()
+
+    return inner, lambda batch: weight * model(batch["x"]).abs().mean()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_loss_that_another_function_made_is_written_out_under_the_name_it_has_in_the_loop(tmp_path, which):
+    torch.manual_seed(0)
+    weight = torch.ones(2)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_of = distance_loss(model, 0.25)[which]
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(3):
+            batch = recorder.batch({"x": torch.randn(4, 2) * weight})
+            loss = loss_of(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    assert examine(tmp_path / "run", 2, swap=False, samples=False).exact

@@ -16,10 +16,10 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.read.runs import read_runs
 from stabilitylab.report.trial import trial_text, trial_words
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm, scaled_to
-from stabilitylab.trial.outcome import failure_bound
+from stabilitylab.trial.outcome import detectable_gain, failure_bound, judge, paired_interval
 from stabilitylab.trial.settings import recipe_of
-from stabilitylab.trial.significance import detectable_gain, judge, paired_interval
 from stabilitylab.trial.start import Start
+from stabilitylab.trial.tasks import STOPPED, EndedEarly
 from stabilitylab.trial.trial import Trial, TrialResult
 from stabilitylab.trial.verdict import verdicts_of
 from tests.command import command
@@ -378,8 +378,9 @@ def test_the_detectable_gain_is_found_in_four_of_five_trials(seeds):
 def test_seeds_that_fail_alike_are_one_sentence_and_what_was_stopped_is_no_fault():
     curves = [made("unchanged", s, noisy(2, s)) for s in range(2)]
     (base,) = verdicts_of([Arm()], curves, 5.0)
-    failed = [f"far:lr=1, seed {s}: it diverged: NaN" for s in range(3)]
-    failed += ["slow, seed 1: stopped", "near, seed 0: the child was killed"]
+    failed = [EndedEarly("far:lr=1", f"far:lr=1, seed {s}", "it diverged: NaN") for s in range(3)]
+    failed.append(EndedEarly("slow", "slow, seed 1", STOPPED))
+    failed.append(EndedEarly("near", "near, seed 0", "the child was killed"))
     result = TrialResult(Start(function="a:b"), 60, [base], curves, False, tuple(failed))
     assert result.stopped == ["slow, seed 1"] and len(result.faults) == 4
     words = trial_words(result)

@@ -6,9 +6,8 @@ import torch
 
 from stabilitylab.trial.arm import Arm, ArmCurve, null_arm
 from stabilitylab.trial.batched import BatchedTraining
-from stabilitylab.trial.outcome import outcome
+from stabilitylab.trial.outcome import failure_chance, outcome
 from stabilitylab.trial.settings import proxy_training
-from stabilitylab.trial.significance import failure_chance
 from stabilitylab.trial.verdict import verdicts_of
 
 ARMS = [Arm(), Arm(({"name": "placebo"},))]

@@ -131,10 +131,8 @@ def layer_case(
     build = functools.partial(record_layers, before=before, **training)
     return Case(kind, "recorded run", build, onset=onset, late=60, also=also, module=module)
 
-# %% ../../nbs/api/cases/10_layers.ipynb #e0728cad
-LAYER_CASES = {  # name -> Case
-    "healthy": layer_case(""),
-    "healthy, fast": layer_case("", optimizer={"lr": 3e-3}),
+# %% ../../nbs/api/cases/10_layers.ipynb #1e7fe305
+_GROWING = {  # activations that grow: name -> Case
     "MLP blown up": layer_case(
         "activation_explosion", "blocks.1", 50, scale_weight("blocks.1.fc2.weight", 1000.0, 50)
     ),
@@ -180,6 +178,13 @@ LAYER_CASES = {  # name -> Case
         n_steps=120,
         also=("update_rms_excess",),
     ),
+}
+
+# %% ../../nbs/api/cases/10_layers.ipynb #e0728cad
+LAYER_CASES = {  # name -> Case
+    "healthy": layer_case(""),
+    "healthy, fast": layer_case("", optimizer={"lr": 3e-3}),
+    **_GROWING,
     "wide init": layer_case(
         "init_std_too_large", "blocks.", config={"init_std": 3.41 * (2 / (5 * 64)) ** 0.5}
     ),

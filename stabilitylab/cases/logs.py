@@ -311,6 +311,36 @@ def _hardware(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
 # %% ../../nbs/api/cases/20_logs.ipynb #02d0fcb0
 _NOTES = ("loss_spike", "not_learning")  # of a loss that is noise around zero
 
+# %% ../../nbs/api/cases/20_logs.ipynb #77e2b482
+_POLICY_PLANTS: dict[str, tuple] = {  # reinforcement learning, as `_PLANTS`
+    "policy repeats itself": (
+        "policy_entropy_collapse",
+        functools.partial(_policy, before=0.0, after=0.0, entropy=(0.6, 0.02)),
+        {"also": _NOTES},
+    ),
+    "policy at random": (
+        "policy_entropy_rise",
+        functools.partial(_policy, before=0.6, after=0.0, entropy=(0.4, 6.0)),
+        {"also": ("reward_collapse", *_NOTES)},
+    ),
+    "policy jumps": ("policy_step_too_large", _jump_of_kl, {"also": ("reward_collapse", *_NOTES)}),
+    "reward lost": (
+        "reward_collapse",
+        functools.partial(_policy, before=0.8, after=0.1, kl=(0.01, 0.01)),
+        {"also": _NOTES},
+    ),
+    "answers alike": (
+        "zero_advantage",
+        functools.partial(_policy, before=0.0, after=0.0, frac_reward_zero_std=(0.3, 0.95)),
+        {"also": _NOTES},
+    ),
+    "answers cut": (
+        "answers_cut",
+        functools.partial(_policy, before=0.5, after=0.1, completions_clipped_ratio=(0.1, 0.9)),
+        {"also": ("reward_collapse", *_NOTES)},
+    ),
+}
+
 # %% ../../nbs/api/cases/20_logs.ipynb #49b7f5e2
 _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields of the Case)
     "healthy log": ("", lambda columns, t, rng: _log(columns), {"onset": None}),
@@ -361,32 +391,7 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
     "log Z drifts": ("output_logit_drift", _output_logits, {}),
     "logged entropy": ("attention_entropy_collapse", _entropy, {}),
     "lengths show": ("length_bias", _lengths, {"onset": None}),
-    "policy repeats itself": (
-        "policy_entropy_collapse",
-        functools.partial(_policy, before=0.0, after=0.0, entropy=(0.6, 0.02)),
-        {"also": _NOTES},
-    ),
-    "policy at random": (
-        "policy_entropy_rise",
-        functools.partial(_policy, before=0.6, after=0.0, entropy=(0.4, 6.0)),
-        {"also": ("reward_collapse", *_NOTES)},
-    ),
-    "policy jumps": ("policy_step_too_large", _jump_of_kl, {"also": ("reward_collapse", *_NOTES)}),
-    "reward lost": (
-        "reward_collapse",
-        functools.partial(_policy, before=0.8, after=0.1, kl=(0.01, 0.01)),
-        {"also": _NOTES},
-    ),
-    "answers alike": (
-        "zero_advantage",
-        functools.partial(_policy, before=0.0, after=0.0, frac_reward_zero_std=(0.3, 0.95)),
-        {"also": _NOTES},
-    ),
-    "answers cut": (
-        "answers_cut",
-        functools.partial(_policy, before=0.5, after=0.1, completions_clipped_ratio=(0.1, 0.9)),
-        {"also": ("reward_collapse", *_NOTES)},
-    ),
+    **_POLICY_PLANTS,
     "out of memory": ("crash", _crash, {}),
     "row remapped": ("hardware_error", _hardware, {}),
 }

@@ -158,9 +158,9 @@ def _dtype(properties: StubObject) -> torch.dtype | None:
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #6fc32c78
 _OPENED = 64  # pieces of a checkpoint whose description is held, about 20 kB each
 
-# %% ../../nbs/api/checkpoint/04_folders.ipynb #5fea949b
-class _Assembler:
-    "Rows of a tensor from the pieces that hold them."
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #a84a1e4c
+class _OpenedPieces:
+    "The pieces of a tensor, and the files that hold them."
 
     def __init__(
         self, folder: Path, name: str, shape: tuple, dtype: torch.dtype, pieces: list[_Piece], opened: dict
@@ -169,6 +169,49 @@ class _Assembler:
         self.pieces = pieces
         self.checked = False  # whether the pieces are known to lie apart
         self.opened: dict[_Piece, LazyTensor] = opened  # of all tensors of the checkpoint
+
+    def part(
+        self,
+        piece: _Piece,  # one stored block of the tensor
+        begin: int,  # first row of the whole tensor
+        end: int,  # one after the last row
+    ) -> torch.Tensor:
+        "Rows begin..end-1 of the whole tensor, as far as a piece holds them."
+        tensor, row = self.open(piece), math.prod(piece.size[1:])
+        low, high = begin - piece.offset[0], end - piece.offset[0]
+        values = (
+            tensor.flat(low * row, high * row) if tensor.flat else tensor.load().reshape(piece.size)[low:high]
+        )
+        return values.reshape(high - low, *piece.size[1:])
+
+    def open(
+        self,
+        piece: _Piece,  # one stored block of the tensor
+    ) -> LazyTensor:
+        "One piece, not read yet."
+        if piece not in self.opened:
+            path = inside(self.folder, piece.file)
+            try:
+                tensors = list(read_archive(path, piece.begin, piece.length).tensors.values())
+            except (ValueError, TypeError) as e:
+                raise InputError(
+                    f"`{path}`: the part of {printable(self.name)} is damaged or no tensor ({printable(e)})"
+                ) from e
+            if len(tensors) != 1 or math.prod(tensors[0].shape) != math.prod(piece.size):
+                shape = tensors[0].shape if tensors else None
+                raise InputError(
+                    f"`{path}`: the part of {printable(self.name)} has shape {shape},"
+                    f" the list says {piece.size}"
+                )
+            tensors[0].refuse_damage()
+            if len(self.opened) >= _OPENED:
+                self.opened.clear()
+            self.opened[piece] = tensors[0]
+        return self.opened[piece]
+
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #5fea949b
+class _Assembler(_OpenedPieces):
+    "Rows of a tensor from the pieces that hold them."
 
     def rows(
         self,
@@ -222,45 +265,6 @@ class _Assembler:
         return InputError(
             f"`{self.folder}`: {name} is not whole: {count} of {wanted} values are in the shards"
         )
-
-    def part(
-        self,
-        piece: _Piece,  # one stored block of the tensor
-        begin: int,  # first row of the whole tensor
-        end: int,  # one after the last row
-    ) -> torch.Tensor:
-        "Rows begin..end-1 of the whole tensor, as far as a piece holds them."
-        tensor, row = self.open(piece), math.prod(piece.size[1:])
-        low, high = begin - piece.offset[0], end - piece.offset[0]
-        values = (
-            tensor.flat(low * row, high * row) if tensor.flat else tensor.load().reshape(piece.size)[low:high]
-        )
-        return values.reshape(high - low, *piece.size[1:])
-
-    def open(
-        self,
-        piece: _Piece,  # one stored block of the tensor
-    ) -> LazyTensor:
-        "One piece, not read yet."
-        if piece not in self.opened:
-            path = inside(self.folder, piece.file)
-            try:
-                tensors = list(read_archive(path, piece.begin, piece.length).tensors.values())
-            except (ValueError, TypeError) as e:
-                raise InputError(
-                    f"`{path}`: the part of {printable(self.name)} is damaged or no tensor ({printable(e)})"
-                ) from e
-            if len(tensors) != 1 or math.prod(tensors[0].shape) != math.prod(piece.size):
-                shape = tensors[0].shape if tensors else None
-                raise InputError(
-                    f"`{path}`: the part of {printable(self.name)} has shape {shape},"
-                    f" the list says {piece.size}"
-                )
-            tensors[0].refuse_damage()
-            if len(self.opened) >= _OPENED:
-                self.opened.clear()
-            self.opened[piece] = tensors[0]
-        return self.opened[piece]
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #61c52c80
 def _box(piece: _Piece) -> tuple:

@@ -84,10 +84,10 @@ _MAX_VISITS = 5_000_000
 _MAX_SCALARS = 1000  # numbers and words beside the tensors
 _MODEL = ("_parameters", "_buffers", "_modules")
 
-# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #5c089666
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #61974fac
 @dataclass
-class _Contents:
-    "The tensors of a file, and what stands beside them."
+class _StoredValues:
+    "The tensors and the plain values of a file, by name."
 
     locate: Callable[[str, StoredTensor], LazyTensor]  # a described tensor -> one that can be read
     source: str  # for messages
@@ -99,22 +99,6 @@ class _Contents:
     optimizers: list = field(default_factory=list)  # a `HeldParams` an optimizer
     path: list = field(default_factory=list)  # ids of the containers around the value at hand
     visited: set = field(default_factory=set)  # ids of objects
-
-    def take(
-        self,
-        value: object,  # anything that the unpickler returns
-        name: str,  # dotted path to it; '' for the whole file
-    ) -> None:
-        "Sort one value and everything in it; `name` is the dotted path to it, '' for the whole."
-        self.visits -= 1
-        if self.visits < 0 or len(self.path) > _MAX_DEPTH or len(name) > 4096:
-            raise InputError(f"`{self.source}` is nested into far more than its bytes can hold; refused")
-        if isinstance(value, StoredTensor):
-            self.tensors[name] = self.locate(name, value)
-        elif isinstance(value, dict | list | tuple | StubObject):
-            self.enter(value, name)
-        else:
-            self.take_plain(value, name)
 
     def take_plain(
         self,
@@ -139,6 +123,41 @@ class _Contents:
             self.tensors[name] = in_memory(name, torch.from_numpy(array))
         except TypeError:
             self.left_out[name] = f"torch has no type for {array.dtype}"
+
+    def setting(
+        self,
+        value: object,  # such as a learning rate or a pair of betas
+        name: str,  # of the setting, for errors
+    ) -> object:
+        "One setting as a plain value: small tensors as numbers, objects as the name of their class."
+        if isinstance(value, StoredTensor):
+            is_small = math.prod(value.shape) <= 64
+            return self.locate(name, value).load().tolist() if is_small else f"tensor {value.shape}"
+        if isinstance(value, list | tuple) and len(value) <= 64:
+            return type(value)(part if _is_plain(part) else type(part).__name__ for part in value)
+        if isinstance(value, StubObject):
+            return str(value.kind)
+        return value if _is_plain(value) else type(value).__name__
+
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #5c089666
+class _Contents(_StoredValues):
+    "The tensors of a file, and what stands beside them."
+
+    def take(
+        self,
+        value: object,  # anything that the unpickler returns
+        name: str,  # dotted path to it; '' for the whole file
+    ) -> None:
+        "Sort one value and everything in it; `name` is the dotted path to it, '' for the whole."
+        self.visits -= 1
+        if self.visits < 0 or len(self.path) > _MAX_DEPTH or len(name) > 4096:
+            raise InputError(f"`{self.source}` is nested into far more than its bytes can hold; refused")
+        if isinstance(value, StoredTensor):
+            self.tensors[name] = self.locate(name, value)
+        elif isinstance(value, dict | list | tuple | StubObject):
+            self.enter(value, name)
+        else:
+            self.take_plain(value, name)
 
     def enter(
         self,
@@ -175,21 +194,6 @@ class _Contents:
             if self.visits < 0:
                 return
 
-    def setting(
-        self,
-        value: object,  # such as a learning rate or a pair of betas
-        name: str,  # of the setting, for errors
-    ) -> object:
-        "One setting as a plain value: small tensors as numbers, objects as the name of their class."
-        if isinstance(value, StoredTensor):
-            is_small = math.prod(value.shape) <= 64
-            return self.locate(name, value).load().tolist() if is_small else f"tensor {value.shape}"
-        if isinstance(value, list | tuple) and len(value) <= 64:
-            return type(value)(part if _is_plain(part) else type(part).__name__ for part in value)
-        if isinstance(value, StubObject):
-            return str(value.kind)
-        return value if _is_plain(value) else type(value).__name__
-
 # %% ../../nbs/api/checkpoint/03_torch_files.ipynb #8c28bc15
 def _is_plain(value: object) -> bool:
     "A number, a word or nothing."
@@ -222,14 +226,52 @@ _ZIP_FAULTS = (
     EOFError,
 )
 
-# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #7ee0cd61
-class _Archive:
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #4163d67a
+def _entries(path: Path, size: int, file: FileSlice) -> dict:
+    "Name -> entry, when nothing is packed."
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = {info.filename: info for info in archive.infolist()}
+    except _ZIP_FAULTS as e:
+        raise InputError(
+            f"`{path}` begins like a torch file but is cut or damaged ({printable(e, 80)}); copy it again"
+        ) from e
+    total = sum(info.file_size for info in entries.values())
+    is_packed = any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
+    if is_packed or total > 1.05 * size + 2**20:
+        raise InputError(
+            f"`{path}` is a compressed archive that would unpack to {total:,} bytes;"
+            " torch never compresses, so it is refused"
+        )
+    return entries
+
+
+def _check_order(path: Path, order: bytes) -> None:
+    if order.strip() != b"little":
+        raise InputError(f"`{path}` has byte order {printable(order[:20])}; allowed: little")
+
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #76e9353d
+def _has_checksums(archive: "_Entries", file: FileSlice, name: str) -> bool:
+    "Whether the entries have their CRC-32: `torch.serialization.set_crc32_options(False)` writes none."
+    if zlib.crc32(archive.read(file, name)) == archive.entries[name].CRC:
+        return True
+    small = (f"{archive.root}{sibling}" for sibling in ("version", "byteorder", ".format_version"))
+    others = [sibling for sibling in small if sibling in archive.entries]
+    is_right = [zlib.crc32(archive.read(file, key)) == archive.entries[key].CRC for key in others]
+    if not others or any(is_right):
+        raise InputError(
+            f"`{archive.path}`: {printable(name)} is damaged, its checksum differs; copy it again"
+        )
+    return False
+
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #723f606e
+class _Entries:
     "The entries of a torch file, and where their bytes lie."
 
     def __init__(self, path: Path, begin: int, size: int):
         self.path, self.begin, self.size = path, begin, size
         with FileSlice(path, begin, size) as file:
-            self.entries = self._entries(file)
+            self.entries = _entries(self.path, self.size, file)
             # the one nearest to the root, as further down may be a file of the user's
             name = min((n for n in self.entries if n.split("/")[-1] == "data.pkl"), key=len, default=None)
             if name is None:
@@ -237,34 +279,15 @@ class _Archive:
                 raise InputError(f"`{path}` is a zip archive but no torch file: it holds {some}, no data.pkl")
             self.root = name.removesuffix("data.pkl")
             self.checked: dict[str, bool] = {}  # storage -> whether its bytes are what was written
-            self.has_checksums = self._has_checksums(file, name)
-            self.pickle = read_pickle(self._bytes(file, name), str(path))
+            self.has_checksums = _has_checksums(self, file, name)
+            self.pickle = read_pickle(self.read(file, name), str(path))
             if f"{self.root}byteorder" in self.entries:
-                self._check_order(self._bytes(file, f"{self.root}byteorder"))
+                _check_order(self.path, self.read(file, f"{self.root}byteorder"))
             storages = self.pickle.storages
             self.ranges = {key: self._range(file, f"{self.root}data/{key}") for key in storages}
             # an entry of a zip archive takes a kilobyte, and every tensor holds this object
             self.crcs = {key: self.entries[f"{self.root}data/{key}"].CRC for key in storages}
             self.entries = {}
-
-    def _entries(self, file: FileSlice) -> dict:
-        "Name -> entry, when nothing is packed."
-        try:
-            with zipfile.ZipFile(file) as archive:
-                entries = {info.filename: info for info in archive.infolist()}
-        except _ZIP_FAULTS as e:
-            raise InputError(
-                f"`{self.path}` begins like a torch file but is cut or damaged ({printable(e, 80)});"
-                " copy it again"
-            ) from e
-        total = sum(info.file_size for info in entries.values())
-        is_packed = any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
-        if is_packed or total > 1.05 * self.size + 2**20:
-            raise InputError(
-                f"`{self.path}` is a compressed archive that would unpack to {total:,} bytes;"
-                " torch never compresses, so it is refused"
-            )
-        return entries
 
     def _range(self, file: FileSlice, name: str) -> tuple[int, int]:
         "First byte in the file, and length, of an entry's values."
@@ -286,18 +309,19 @@ class _Archive:
             )
         return self.begin + begin, entry.file_size
 
-    def _has_checksums(self, file: FileSlice, name: str) -> bool:
-        "Whether the entries have their CRC-32: `torch.serialization.set_crc32_options(False)` writes none."
-        if zlib.crc32(self._bytes(file, name)) == self.entries[name].CRC:
-            return True
-        small = (f"{self.root}{sibling}" for sibling in ("version", "byteorder", ".format_version"))
-        others = [sibling for sibling in small if sibling in self.entries]
-        is_right = [zlib.crc32(self._bytes(file, key)) == self.entries[key].CRC for key in others]
-        if not others or any(is_right):
-            raise InputError(
-                f"`{self.path}`: {printable(name)} is damaged, its checksum differs; copy it again"
-            )
-        return False
+    def read(
+        self,
+        file: FileSlice,  # of the archive
+        name: str,  # of an entry
+    ) -> bytes:
+        "All bytes of an entry."
+        begin, size = self._range(file, name)
+        file.seek(begin - self.begin)
+        return file.read(size)
+
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #7ee0cd61
+class _Archive(_Entries):
+    "A torch file whose tensors are found by name and checked once, as they are read."
 
     def verify(
         self,
@@ -317,16 +341,6 @@ class _Archive:
             raise InputError(
                 f"`{self.path}`: data/{printable(key)} is damaged, its checksum differs; copy it again"
             )
-
-    def _bytes(self, file: FileSlice, name: str) -> bytes:
-        "All bytes of an entry."
-        begin, size = self._range(file, name)
-        file.seek(begin - self.begin)
-        return file.read(size)
-
-    def _check_order(self, order: bytes) -> None:
-        if order.strip() != b"little":
-            raise InputError(f"`{self.path}` has byte order {printable(order[:20])}; allowed: little")
 
     def locate(
         self,

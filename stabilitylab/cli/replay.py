@@ -12,6 +12,18 @@ from contextlib import redirect_stdout
 
 from ..names.encode import to_json
 
+# %% ../../nbs/api/cli/14_replay.ipynb #eccd33b7
+def add_setup(
+    parser: argparse.ArgumentParser,  # of a command that runs steps of a record
+) -> None:
+    "Adds `--setup`."
+    parser.add_argument(
+        "--setup",
+        metavar="FILE.py[:FUNCTION]",
+        help="code that returns a stabilitylab.Setup: how the model is built and how a batch becomes a loss"
+        " (RUN/replay_setup.py, which the Recorder wrote)",
+    )
+
 # %% ../../nbs/api/cli/14_replay.ipynb #f24f4351
 def add_replay(
     commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
@@ -30,12 +42,7 @@ def add_replay(
     parser.add_argument(
         "--step", type=int, metavar="N", help="optimizer step (default: that of the likely cause)"
     )
-    parser.add_argument(
-        "--setup",
-        metavar="FILE.py[:FUNCTION]",
-        help="code that returns a stabilitylab.Setup: how the model is built and how a batch becomes a loss"
-        " (RUN/replay_setup.py, which the Recorder wrote)",
-    )
+    add_setup(parser)
     parser.add_argument(
         "--precision",
         action="append",
@@ -105,11 +112,7 @@ def add_precision(
     )
     p.add_argument("run", metavar="RUN", help="folder of a record with a black box")
     p.add_argument("--step", type=int, metavar="N", help="optimizer step (default: that of the likely cause)")
-    p.add_argument(
-        "--setup",
-        metavar="FILE.py:FUNCTION",
-        help="code that returns a stabilitylab.Setup (RUN/replay_setup.py, which the Recorder wrote)",
-    )
+    add_setup(p)
     p.add_argument(
         "--format",
         choices=("bf16", "fp16"),

@@ -14,7 +14,7 @@ import xarray as xr
 from .context import at_step, loss_span, run_context
 from .facts.evidence import evidence
 from .findings import Finding, Findings
-from .likely_cause import with_fitting_remedies
+from .likely_cause import fitted_to_cause
 from .limits import limits_read, use_limits
 from .phrase import about, explain
 from ..knowledge.remedies import RunContext, choose_remedies
@@ -26,7 +26,7 @@ from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #ba861a07
 # 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
-DETECTORS = [
+_OF_SERIES = [
     "events:find_logged_crashes",
     "non_finite:find_non_finite",
     "restarts:find_resumed_segments",
@@ -69,6 +69,10 @@ DETECTORS = [
     "policy:find_reward_collapse",
     "policy:find_zero_advantage",
     "policy:find_cut_answers",
+]
+
+# %% ../../nbs/api/detect/90_diagnose.ipynb #880b98ee
+_OF_MODULES = [  # likewise
     "layers.activations:find_activation_explosion",
     "layers.parameters:find_param_grad_explosion",
     "layers.parameters:find_update_rms_excess",
@@ -95,6 +99,7 @@ DETECTORS = [
     "layers.activations:find_ignored_layers_in_record",
     "layers.activations:find_output_collapse_in_record",
 ]
+DETECTORS = _OF_SERIES + _OF_MODULES
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #65d188f8
 # severity first, as what became a note explains no other finding; then spikes are named after their restart,
@@ -222,4 +227,4 @@ def diagnose(
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
     shown_by = {"evidence": evidence(run, findings), "absent": _absent(run), "loss": loss_name(run)}
     attrs = origin | _span(run) | {name: v for name, v in shown_by.items() if v}
-    return with_fitting_remedies(Findings(findings, attrs))
+    return fitted_to_cause(Findings(findings, attrs))

@@ -102,8 +102,41 @@ def _rank(f: Finding) -> tuple:
     is_end = f.kind == "crash" and bool(f.evidence.get("ended"))
     return not is_end, -SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind
 
+# %% ../../nbs/api/detect/00_findings.ipynb #2bbe3487
+class _Displayed(Sequence):
+    "Findings as dicts, as JSON and as a table."
+
+    def to_dicts(
+        self,
+        all_remedies: bool = False,  # as in `Finding.to_dict`
+    ) -> list[dict]:  # one dict per finding
+        "The findings as a list of JSON-ready dicts."
+        return [f.to_dict(all_remedies) for f in self]
+
+    def to_json(self, **options):  # options of json.dumps, such as `indent`
+        "The findings as a JSON array."
+        return to_json(self.to_dicts(), **options)
+
+    def to_pandas(self) -> pd.DataFrame:
+        "A table with one row per finding and one column per item of evidence."
+        if not len(self):
+            return pd.DataFrame(columns=list(_COLUMNS))
+        rows = []
+        for f in self:
+            evidence = {f"evidence.{name}": value for name, value in f.evidence.items()}
+            rows.append({name: getattr(f, name) for name in _COLUMNS} | evidence)
+        # pandas' own integers hold a missing step; numpy's would make floats of all steps
+        return pd.DataFrame(rows).astype({"onset": "Int64", "end": "Int64"})
+
+    def rows(self) -> list[tuple[str, str, str, str]]:  # columns severity, kind, steps, words
+        "One row per finding, for display in a table."
+        return [_cells(f) for f in self]
+
+    def _repr_html_(self) -> str | None:
+        return rendered_html("findings", self)
+
 # %% ../../nbs/api/detect/00_findings.ipynb #11bec7db
-class Findings(Sequence):
+class Findings(_Displayed):
     "The findings of one run, ranked by severity, then by step."
 
     def __init__(
@@ -151,37 +184,8 @@ class Findings(Sequence):
         "The distinct kinds of the findings, in rank order."
         return list(dict.fromkeys(f.kind for f in self))
 
-    def to_dicts(
-        self,
-        all_remedies: bool = False,  # as in `Finding.to_dict`
-    ) -> list[dict]:  # one dict per finding
-        "The findings as a list of JSON-ready dicts."
-        return [f.to_dict(all_remedies) for f in self]
-
-    def to_json(self, **options):  # options of json.dumps, such as `indent`
-        "The findings as a JSON array."
-        return to_json(self.to_dicts(), **options)
-
-    def to_pandas(self) -> pd.DataFrame:
-        "A table with one row per finding and one column per item of evidence."
-        if not len(self):
-            return pd.DataFrame(columns=list(_COLUMNS))
-        rows = []
-        for f in self:
-            evidence = {f"evidence.{name}": value for name, value in f.evidence.items()}
-            rows.append({name: getattr(f, name) for name in _COLUMNS} | evidence)
-        # pandas' own integers hold a missing step; numpy's would make floats of all steps
-        return pd.DataFrame(rows).astype({"onset": "Int64", "end": "Int64"})
-
     def __repr__(self) -> str:
         return _text(self)
-
-    def rows(self) -> list[tuple[str, str, str, str]]:  # columns severity, kind, steps, words
-        "One row per finding, for display in a table."
-        return [_cells(f) for f in self]
-
-    def _repr_html_(self) -> str | None:
-        return rendered_html("findings", self)
 
 # %% ../../nbs/api/detect/00_findings.ipynb #551ec415
 def _steps(f: Finding) -> str:

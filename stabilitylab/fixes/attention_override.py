@@ -39,6 +39,14 @@ def relaxed_attention(
     highest = z.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
     return F.dropout(((z - highest) * alpha).softmax(dim=-1).to(v.dtype), dropout) @ v
 
+# %% ../../nbs/api/fixes/04_attention_override.ipynb #45bb3d98
+def _in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict) -> torch.Tensor:
+    "Logits, softmax and the mean of the values in float32, also under autocast."
+    floats = {name: t.float() for name, t in options.items() if torch.is_tensor(t)}
+    # autocast would take the products back to 16 bits
+    with torch.autocast(q.device.type, enabled=False):
+        return attend(q.float(), k.float(), v.float(), **options | floats).to(v.dtype)
+
 # %% ../../nbs/api/fixes/04_attention_override.ipynb #f7f309f7
 class AttentionOverride(nn.Module):
     "What is changed inside one attention; with nothing set the original is called."
@@ -83,16 +91,8 @@ class AttentionOverride(nn.Module):
         if self.extra_key is not None:
             options["extra"] = (self.extra_key, self.extra_value)
         if self.upcast:
-            return self._in_float32(q, k, v, options)
+            return _in_float32(q, k, v, options)
         return relaxed_attention(q, k, v, self.relax, **options) if self.relax else attend(q, k, v, **options)
-
-    @staticmethod
-    def _in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict) -> torch.Tensor:
-        "Logits, softmax and the mean of the values in float32, also under autocast."
-        floats = {name: t.float() for name, t in options.items() if torch.is_tensor(t)}
-        # autocast would take the products back to 16 bits
-        with torch.autocast(q.device.type, enabled=False):
-            return attend(q.float(), k.float(), v.float(), **options | floats).to(v.dtype)
 
     @torch.no_grad()
     def _record_largest(self, q: torch.Tensor, k: torch.Tensor, options: dict) -> None:

@@ -161,6 +161,19 @@ def _turned_back(matrix: torch.Tensor, state: dict) -> torch.Tensor:
     matrix = matrix if left is None else left @ matrix
     return matrix if right is None else matrix @ right.t()
 
+# %% ../../nbs/api/fixes/15_optimizers.ipynb #2f66ace3
+def _learn_basis(every: int, state: dict, side: str, square: torch.Tensor | None, group: dict) -> None:
+    "The mean of one factor, and its eigenvectors: at first by `eigh`, then by one step of QR at a time."
+    if square is None:
+        return
+    factor = state.setdefault(side, torch.zeros_like(square)).lerp_(square, 1 - group["betas"][1])
+    basis = state[f"{side}_basis"]
+    if basis is None:
+        # largest eigenvalue first, the order in which QR keeps the basis
+        state[f"{side}_basis"] = torch.linalg.eigh(factor)[1].flip(1)
+    elif int(state["step"]) % every == 0:
+        state[f"{side}_basis"] = torch.linalg.qr(factor @ basis)[0]
+
 # %% ../../nbs/api/fixes/15_optimizers.ipynb #9182d2ec
 class _Soap(torch.optim.AdamW):
     "Adam in the eigenbasis of Shampoo's factors for matrices, AdamW for vectors."
@@ -197,8 +210,10 @@ class _Soap(torch.optim.AdamW):
         else:
             state |= {"step": torch.zeros(()), "m": torch.zeros_like(grad), "v": torch.zeros_like(grad)}
             state |= {"left_basis": None, "right_basis": None}
-        self._learn_basis(state, "left", grad @ grad.t() if len(grad) <= self.widest else None, group)
-        self._learn_basis(state, "right", grad.t() @ grad if grad.shape[1] <= self.widest else None, group)
+        _learn_basis(self.every, state, "left", grad @ grad.t() if len(grad) <= self.widest else None, group)
+        _learn_basis(
+            self.every, state, "right", grad.t() @ grad if grad.shape[1] <= self.widest else None, group
+        )
 
     def _move(self, parameter: Any, grad: torch.Tensor, group: dict) -> None:
         "Adam's step in the eigenbasis, turned back."
@@ -210,18 +225,6 @@ class _Soap(torch.optim.AdamW):
         update = _turned_back(_turned(state["m"], state) / (1 - first**n_steps) / deviation, state)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(group["lr"] * update.reshape(parameter.shape).to(parameter.dtype))
-
-    def _learn_basis(self, state: dict, side: str, square: torch.Tensor | None, group: dict) -> None:
-        "The mean of one factor, and its eigenvectors: at first by `eigh`, then by one step of QR at a time."
-        if square is None:
-            return
-        factor = state.setdefault(side, torch.zeros_like(square)).lerp_(square, 1 - group["betas"][1])
-        basis = state[f"{side}_basis"]
-        if basis is None:
-            # largest eigenvalue first, the order in which QR keeps the basis
-            state[f"{side}_basis"] = torch.linalg.eigh(factor)[1].flip(1)
-        elif int(state["step"]) % self.every == 0:
-            state[f"{side}_basis"] = torch.linalg.qr(factor @ basis)[0]
 
 # %% ../../nbs/api/fixes/15_optimizers.ipynb #6e8dbe57
 _OPTIMIZERS: dict[str, Any] = {  # name -> (parameter groups) -> optimizer

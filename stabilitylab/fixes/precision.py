@@ -84,6 +84,15 @@ def _cast_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, dty
         if torch.is_tensor(value) and value.shape == parameter.shape and value.is_floating_point():
             optimizer.state[parameter][name] = value.to(dtype)
 
+# %% ../../nbs/api/fixes/21_precision.ipynb #f063d83a
+def _widen(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    "Casts a weight, its gradient and its moments to float32."
+    # `data` may change its dtype only while there is no gradient of the old one
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.float()
+    parameter.grad = None if gradient is None else gradient.float()
+    _cast_moments(optimizer, parameter, torch.float32)
+
 # %% ../../nbs/api/fixes/21_precision.ipynb #203649ff
 class GridRounding(Hook):
     "Computes the update in float32 and rounds the weights to bf16."
@@ -103,11 +112,7 @@ class GridRounding(Hook):
         "Casts weights and moments that are stored in bf16 to float32 for the optimizer step."
         self.narrow = [p for p in training.model.parameters() if p.dtype == torch.bfloat16]
         for parameter in self.narrow:
-            # `data` may change its dtype only while there is no gradient of the old one
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.float()
-            parameter.grad = None if gradient is None else gradient.float()
-            _cast_moments(training.optimizer, parameter, torch.float32)
+            _widen(parameter, training.optimizer)
         if self.lost:
             for parameter, lost in zip(_trained(training), self.lost, strict=True):
                 parameter.data += lost
@@ -121,9 +126,8 @@ class GridRounding(Hook):
         exact = [parameter.detach().clone() for parameter in _trained(training)]
         for parameter in _trained(training):
             parameter.data.copy_(self.rounded(parameter.detach()))
-        if (
-            self.rounding == "kahan"
-        ):  # what is lost is itself kept in bf16, as in a run that has no fp32 at all
+        if self.rounding == "kahan":
+            # what is lost is itself kept in bf16, as in a run that has no fp32 at all
             pairs = zip(exact, _trained(training), strict=True)
             self.lost = [quantise(old - new.detach(), "bf16").to(old) for old, new in pairs]
         for parameter in self.narrow:

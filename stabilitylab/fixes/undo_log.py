@@ -43,9 +43,9 @@ def _preview_text(value: Any) -> str:
 # %% ../../nbs/api/fixes/01_undo_log.ipynb #5c910b6a
 _ABSENT = object()
 
-# %% ../../nbs/api/fixes/01_undo_log.ipynb #93821480
-class _ChangeLog:
-    "Changes of settings and of tensors."
+# %% ../../nbs/api/fixes/01_undo_log.ipynb #994df63e
+class _Changes:
+    "The changes so far, and how each is undone."
 
     def __init__(self):
         self.changes: list[Change] = []
@@ -67,6 +67,19 @@ class _ChangeLog:
     ) -> None:
         "Records how a change is undone."
         self._undo.append(action)
+
+    def roll_back(self) -> None:
+        "Undoes all changes, the last one first."
+        while self._undo:
+            self._undo.pop()()
+
+    def table(self) -> pd.DataFrame:  # part, what, before, after
+        "The changes, one row each."
+        return pd.DataFrame([asdict(c) for c in self.changes], columns=["part", "what", "before", "after"])
+
+# %% ../../nbs/api/fixes/01_undo_log.ipynb #93821480
+class _ChangeLog(_Changes):
+    "Changes of settings and of tensors."
 
     def set(
         self,
@@ -108,15 +121,6 @@ class _ChangeLog:
         self.on_undo(lambda: tensor.data.copy_(old))
         # in place: the optimizer and tied weights hold this very tensor
         tensor.data.copy_(new)
-
-    def roll_back(self) -> None:
-        "Undoes all changes, the last one first."
-        while self._undo:
-            self._undo.pop()()
-
-    def table(self) -> pd.DataFrame:  # part, what, before, after
-        "The changes, one row each."
-        return pd.DataFrame([asdict(c) for c in self.changes], columns=["part", "what", "before", "after"])
 
 # %% ../../nbs/api/fixes/01_undo_log.ipynb #d76b3351
 def _match(module: torch.nn.Module, parent: torch.nn.Module) -> None:

@@ -30,9 +30,9 @@ from ..trial.trial import Trial, TrialResult, unfit_arms
 # %% ../../nbs/api/investigation/02_loop.ipynb #0f49ea2d
 ENDED = TrialState(0, 0, (), 0.0, True, ())  # of a trial that was not begun
 
-# %% ../../nbs/api/investigation/02_loop.ipynb #69a384b1
-class _RunningTrial:
-    "A run with its findings and the trial of a plan, which trains while it is polled."
+# %% ../../nbs/api/investigation/02_loop.ipynb #ec7d850d
+class _PolledTrial:
+    "A trial of a plan that is stopped when its budget is spent."
 
     def __init__(
         self,
@@ -45,6 +45,28 @@ class _RunningTrial:
         self.state = ENDED
         self._minutes: float | None = None
         self._end, self._has_folder = float("inf"), False
+
+    def _set_end(self) -> None:
+        "The budget counts from now on."
+        self._end = float("inf") if self._minutes is None else time.monotonic() + 60 * self._minutes
+
+    def _running(self) -> Trial:
+        "The trial; raises where none was begun."
+        if self.trial is None:
+            raise bad_input("trial", "none", "a trial that was begun", "call begin() first")
+        return self.trial
+
+    def poll(self) -> TrialState:
+        "Polls the trial, stops it when its budget is spent, and returns its progress."
+        if self.trial is not None:
+            if time.monotonic() > self._end and not self.state.ended:
+                self.trial.cancel()
+            self.state = self.trial.poll()
+        return self.state
+
+# %% ../../nbs/api/investigation/02_loop.ipynb #69a384b1
+class _RunningTrial(_PolledTrial):
+    "A run with its findings and the trial of a plan, which trains while it is polled."
 
     def begin(
         self,
@@ -64,24 +86,6 @@ class _RunningTrial:
         self.trial = Trial(plan.start, arms, plan.steps, seeds, folder, device=device, client=client)
         self._minutes, self._has_folder = budget, folder is not None
         self._set_end()
-
-    def _set_end(self) -> None:
-        "The budget counts from now on."
-        self._end = float("inf") if self._minutes is None else time.monotonic() + 60 * self._minutes
-
-    def _running(self) -> Trial:
-        "The trial; raises where none was begun."
-        if self.trial is None:
-            raise bad_input("trial", "none", "a trial that was begun", "call begin() first")
-        return self.trial
-
-    def poll(self) -> TrialState:
-        "Polls the trial, stops it when its budget is spent, and returns its progress."
-        if self.trial is not None:
-            if time.monotonic() > self._end and not self.state.ended:
-                self.trial.cancel()
-            self.state = self.trial.poll()
-        return self.state
 
     def add(
         self,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..detect.diagnose import diagnose
 from ..detect.facts.record_steps import RunFacts
 from ..detect.findings import Findings
-from ..detect.likely_cause import with_fitting_remedies
+from ..detect.likely_cause import fitted_to_cause
 from ..names.errors import InputError, bad_input
 from ..read.runs import read_runs
 from ..report.content import step_to_replay
@@ -85,7 +85,7 @@ def with_verdict(
     facts = findings.attrs.get("evidence", {})
     new_facts = swap_facts(swap.get("verdict", ""), swap.get("bad_in_a_row", 0), swap["step"])
     answered = Findings(findings, findings.attrs | {"swap": swap, "evidence": facts | new_facts})
-    return with_fitting_remedies(answered)
+    return fitted_to_cause(answered)
 
 # %% ../../nbs/api/investigation/00_opening.ipynb #896a6d5c
 def with_swap_test(

@@ -83,11 +83,12 @@ class Runs:
         wanted = step_to_replay(findings, recording.steps) if step is None else step
         return nearest_step(recording.steps, wanted or 0)
 
-    def _relative(self, run: str) -> str:
-        "The path of a run below the folder that it lies in."
-        path = allowed_path(run, self.roots)
-        root = next(root for root in self.roots if path.is_relative_to(root))
-        return path.relative_to(root).as_posix()
+# %% ../../nbs/api/mcp/02_reading.ipynb #e5039bd7
+def _relative(run: str, roots: list[Path]) -> str:
+    "The path of a run below the folder that it lies in."
+    path = allowed_path(run, roots)
+    root = next(root for root in roots if path.is_relative_to(root))
+    return path.relative_to(root).as_posix()
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #7fd3ca08
 def _with_brief(report: dict, short: Brief) -> dict:
@@ -117,7 +118,7 @@ class _CurveTools(Runs):
         recording, findings = self._open(run)
         report = {} if brief else run_json(recording.run, findings, run, remedies)
         report["resources"] = [
-            f"stabilitylab://{kind}/{self._relative(run)}" for kind in ("findings", "figure")
+            f"stabilitylab://{kind}/{_relative(run, self.roots)}" for kind in ("findings", "figure")
         ]
         outcome = self._outcome(run)
         report |= outcome

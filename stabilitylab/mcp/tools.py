@@ -12,9 +12,9 @@ from .trial_job import TrialJob
 from ..names.errors import InputError, bad_input
 from ..trial.arm import arm_of
 
-# %% ../../nbs/api/mcp/04_tools.ipynb #2892c541
-class _KnowledgeTools(Runs):
-    "What words mean, and what checkpoints hold."
+# %% ../../nbs/api/mcp/04_tools.ipynb #bbdf8bc4
+class _WordTools(Runs):
+    "What words mean."
 
     def explain(
         self,
@@ -37,6 +37,10 @@ class _KnowledgeTools(Runs):
         if last is None:
             return answer(report, "explain", words=page["kind"])
         return answer(report, "diagnose", run=str(last), remedies=True)
+
+# %% ../../nbs/api/mcp/04_tools.ipynb #2892c541
+class _KnowledgeTools(_WordTools):
+    "What words mean, and what checkpoints hold."
 
     def scan(
         self,

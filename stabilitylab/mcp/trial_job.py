@@ -32,9 +32,9 @@ def _n_compared(verdicts: dict) -> int:
     "Seeds that every arm has done."
     return min((len(arm["seeds"]) for arm in verdicts.get("arms", ())), default=0)
 
-# %% ../../nbs/api/mcp/03_trial_job.ipynb #ce2f4b1e
-class TrialJob:
-    "A trial that trains in a thread of its own; its arms are child processes."
+# %% ../../nbs/api/mcp/03_trial_job.ipynb #737fa996
+class _TrainingThread:
+    "A thread in which a trial trains."
 
     def __init__(
         self,
@@ -85,6 +85,10 @@ class TrialJob:
         if self.error:
             return "failed"
         return "cancelled" if self._stopped.is_set() else "done"
+
+# %% ../../nbs/api/mcp/03_trial_job.ipynb #ce2f4b1e
+class TrialJob(_TrainingThread):
+    "A trial that trains in a thread of its own; its arms are child processes."
 
     def wait(
         self,

@@ -141,9 +141,9 @@ def plot_layers(
     colorbar.minorticks_off()
     return ax
 
-# %% ../../nbs/api/plot/20_layers.ipynb #f92e1121
-class LayerMap:
-    "A heat map that keeps its axes and its transposed table between zooms."
+# %% ../../nbs/api/plot/20_layers.ipynb #52a0120a
+class _DrawnMap:
+    "The axes of a heat map and its transposed table, kept from one drawing to the next."
 
     def __init__(
         self,
@@ -158,29 +158,6 @@ class LayerMap:
         self._absent = ""  # what NaN means in `_table`
         self._view: tuple | None = None  # what `_scene` shows
         self._scene: tuple[dict, dict, dict] = ({}, {}, {})  # sheet, map, colour bar; without a marked row
-
-    def scene(
-        self,
-        da: xr.DataArray,  # a statistic; dims (step, module) or (step, param); its magnitude is drawn
-        x_range: tuple | None = None,  # first and last step; None: all
-        dark: bool = False,  # whether to use the dark theme
-        marked: int | None = None,  # index of the row to mark
-        marks: Sequence[tuple] = (),  # findings as (step, row), or (step, row, number)
-        n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite
-    ) -> tuple[dict, list[dict]]:  # the sheet, and the panels of map and colour bar; ({}, []) for nothing
-        "The heat map as a scene with its values; y counts rows from the top."
-        table = self._magnitudes(da, n_nonfinite)
-        if x_range:
-            table = table.isel(step=_steps_within(table.step.values, *x_range))
-        if not table.size:
-            return {}, []
-        view = (da.name, table, x_range, dark, tuple(marks))
-        if self._view is None or not _is_same_view(self._view, view):
-            self._scene, self._view = self._draw(table, dark, marks), view
-        sheet, panel, bar = self._scene
-        if marked is not None and 0 <= marked < table.shape[0] and self._axes:
-            panel = panel | {"lines": [*panel["lines"], _row_line(self._axes[0], marked + 0.5)]}
-        return sheet, [panel, bar]
 
     def _magnitudes(self, da: xr.DataArray, n_nonfinite: xr.DataArray | None) -> xr.DataArray:
         "Magnitudes of `_coded`, dims (row, step). Cached: transposing a long record takes long."
@@ -214,6 +191,33 @@ class LayerMap:
         scale = {"right": True, "map": _colour_scale(image, beside), "y_ticks": ticks}
         cells = _map_values(image, beside) | {"absent": self._absent}
         return sheet, panel | {"map": cells}, bar | scale
+
+# %% ../../nbs/api/plot/20_layers.ipynb #f92e1121
+class LayerMap(_DrawnMap):
+    "A heat map that keeps its axes and its transposed table between zooms."
+
+    def scene(
+        self,
+        da: xr.DataArray,  # a statistic; dims (step, module) or (step, param); its magnitude is drawn
+        x_range: tuple | None = None,  # first and last step; None: all
+        dark: bool = False,  # whether to use the dark theme
+        marked: int | None = None,  # index of the row to mark
+        marks: Sequence[tuple] = (),  # findings as (step, row), or (step, row, number)
+        n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite
+    ) -> tuple[dict, list[dict]]:  # the sheet, and the panels of map and colour bar; ({}, []) for nothing
+        "The heat map as a scene with its values; y counts rows from the top."
+        table = self._magnitudes(da, n_nonfinite)
+        if x_range:
+            table = table.isel(step=_steps_within(table.step.values, *x_range))
+        if not table.size:
+            return {}, []
+        view = (da.name, table, x_range, dark, tuple(marks))
+        if self._view is None or not _is_same_view(self._view, view):
+            self._scene, self._view = self._draw(table, dark, marks), view
+        sheet, panel, bar = self._scene
+        if marked is not None and 0 <= marked < table.shape[0] and self._axes:
+            panel = panel | {"lines": [*panel["lines"], _row_line(self._axes[0], marked + 0.5)]}
+        return sheet, [panel, bar]
 
 # %% ../../nbs/api/plot/20_layers.ipynb #b8ea00db
 def _map_axes(rows: int, width: float, dpi: int) -> tuple[Axes, Axes]:

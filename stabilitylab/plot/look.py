@@ -14,7 +14,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from .loss import DRAWN, keep_extremes, short_number
+from .loss import DRAWN, OVERLAID_BINS, keep_extremes, short_number
 from .theme import colour
 
 # %% ../../nbs/api/plot/08_look.ipynb #e697045b
@@ -166,6 +166,6 @@ def _smooth(ax: Axes, da: xr.DataArray, window: int) -> None:
     is_drawable = np.isfinite(values) & ((values > 0) | (ax.get_yscale() != "log"))
     step, values = step[is_drawable], values[is_drawable]
     if len(step):
-        at = keep_extremes(step, values, 600)
+        at = keep_extremes(step, values, OVERLAID_BINS)
         (line,) = ax.plot(step[at], values[at], linewidth=1.6, label=f"mean of {window}")
         line.set(color=colour(str(da.name), ax), gid=f"{DRAWN}{da.name}-smooth")

@@ -19,6 +19,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from ..names.errors import bad_input
 from .theme import colour, label
 
+# %% ../../nbs/api/plot/02_loss.ipynb #bd2caad2
+OVERLAID_BINS = 600  # parts of the x-axis that keep their extremes, where several lines share a panel
+
 # %% ../../nbs/api/plot/02_loss.ipynb #7f2b7a44
 def keep_extremes(
     x: np.ndarray,  # ascending, (n,)

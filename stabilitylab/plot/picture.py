@@ -128,9 +128,26 @@ def scene_of(
     panels = [panel_of(ax) | {"series": drawn_series(ax)} | drawn_marks(ax) for ax in axes]
     return sheet_of(axes[0].figure), panels
 
-# %% ../../nbs/api/plot/06_picture.ipynb #ff2b82c5
-class RunPicture:
-    "Redraws a run on the same axes, which is twice as fast as on new ones."
+# %% ../../nbs/api/plot/06_picture.ipynb #359b2ea3
+def _new_axes(dpi: int, width: float, count: int) -> list[Axes]:
+    "A figure with that many panels."
+    low = count - 1
+    height = 0.35 * width + 1.0 + 1.15 * low
+    figure = new_figure(width, height, dpi)
+    sides = {"left": 0.55 / width, "right": 1 - 0.15 / width}
+    margins = sides | {"top": 1 - 0.5 / height, "bottom": 0.45 / height, "hspace": 0.3}
+    ratios = [3.0] + [1.0] * low
+    options: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": ratios}
+    axes = list(figure.subplots(count, 1, gridspec_kw=margins, **options)[:, 0])
+    for ax in axes:
+        ax.tick_params(axis="x", bottom=ax is axes[-1])
+    for ax in axes[1:]:
+        ax.locator_params(axis="y", nbins=3)  # each tick costs a millisecond
+    return axes
+
+# %% ../../nbs/api/plot/06_picture.ipynb #921ff907
+class _Drawn:
+    "The axes of a run, drawn again only where something changed."
 
     def __init__(
         self,
@@ -141,22 +158,6 @@ class RunPicture:
         self._key: tuple | None = None  # number of panels, their scales, ground, x-axis: what the axes fit
         self._axes: list[Axes] = []
 
-    def _new_axes(self, count: int) -> list[Axes]:
-        "A figure with that many panels."
-        low = count - 1
-        height = 0.35 * self.width + 1.0 + 1.15 * low
-        figure = new_figure(self.width, height, self.dpi)
-        sides = {"left": 0.55 / self.width, "right": 1 - 0.15 / self.width}
-        margins = sides | {"top": 1 - 0.5 / height, "bottom": 0.45 / height, "hspace": 0.3}
-        ratios = [3.0] + [1.0] * low
-        options: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": ratios}
-        axes = list(figure.subplots(count, 1, gridspec_kw=margins, **options)[:, 0])
-        for ax in axes:
-            ax.tick_params(axis="x", bottom=ax is axes[-1])
-        for ax in axes[1:]:
-            ax.locator_params(axis="y", nbins=3)  # each tick costs a millisecond
-        return axes
-
     def _cleared_axes(self) -> list[Axes]:
         "The same axes without what was drawn on them."
         for ax in self._axes:
@@ -166,6 +167,40 @@ class RunPicture:
             ax.relim()
             ax.autoscale(True)
         return self._axes
+
+    def _drawn(
+        self,
+        run: xr.DataTree,
+        findings: Findings,
+        x_range: tuple | None,
+        names: list[str] | None,
+        log: bool | None,
+        dark: bool,
+        look: Look,
+    ) -> list[Axes]:
+        "The axes with everything on them; [] where there is no series."
+        names = look.visible(panels_of(run, findings) if names is None else list(names))
+        if not names:
+            return []
+        part = in_range(look.without(run, names), x_range)
+        scalars = part["scalars"].to_dataset()
+        scales = [wants_log(scalars[name]) for name in names]
+        if log is not None:
+            scales[0] = log
+        key = (len(names), tuple(scales), dark, look.along)
+        self._axes = self._cleared_axes() if self._key == key else _new_axes(self.dpi, self.width, len(names))
+        self._key = None  # an error while drawing leaves no half-drawn axes behind
+        bins = int(self.width * self.dpi * 2 / 3)
+        plot_findings(part, findings, axes=self._axes, names=names, log=scales[0], bins=bins)
+        if x_range is not None:
+            self._axes[0].set_xlim(*x_range)
+        look.put_on(self._axes, scalars, names)
+        self._key = key
+        return self._axes
+
+# %% ../../nbs/api/plot/06_picture.ipynb #ff2b82c5
+class RunPicture(_Drawn):
+    "Redraws a run on the same axes, which is twice as fast as on new ones."
 
     def __call__(
         self,
@@ -204,36 +239,6 @@ class RunPicture:
             sheet, panels = scene_of(axes)
             counted = look.counted(run["scalars"].to_dataset()) if look else None
             return sheet, [panels[0] | {"counted": counted}, *panels[1:]] if counted else panels
-
-    def _drawn(
-        self,
-        run: xr.DataTree,
-        findings: Findings,
-        x_range: tuple | None,
-        names: list[str] | None,
-        log: bool | None,
-        dark: bool,
-        look: Look,
-    ) -> list[Axes]:
-        "The axes with everything on them; [] where there is no series."
-        names = look.visible(panels_of(run, findings) if names is None else list(names))
-        if not names:
-            return []
-        part = in_range(look.without(run, names), x_range)
-        scalars = part["scalars"].to_dataset()
-        scales = [wants_log(scalars[name]) for name in names]
-        if log is not None:
-            scales[0] = log
-        key = (len(names), tuple(scales), dark, look.along)
-        self._axes = self._cleared_axes() if self._key == key else self._new_axes(len(names))
-        self._key = None  # an error while drawing leaves no half-drawn axes behind
-        bins = int(self.width * self.dpi * 2 / 3)
-        plot_findings(part, findings, axes=self._axes, names=names, log=scales[0], bins=bins)
-        if x_range is not None:
-            self._axes[0].set_xlim(*x_range)
-        look.put_on(self._axes, scalars, names)
-        self._key = key
-        return self._axes
 
 # %% ../../nbs/api/plot/06_picture.ipynb #a2f9d872
 def css_colours(

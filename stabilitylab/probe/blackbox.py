@@ -173,9 +173,27 @@ def changed_attributes(
             rows[name] = changed
     return rows
 
-# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
-class BlackBox:
-    "The files from which a step can be replayed, written in the background."
+# %% ../../nbs/api/probe/03_blackbox.ipynb #5a7e6806
+def _save(folder: Path, retained: RetainedFiles, what: str, item: dict) -> None:
+    "Write one file and the index, then drop what is too old."
+    is_snapshot, step = what == "snapshot", item["step"]
+    name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
+    # in the thread, as a hash reads every byte; a snapshot keeps only the name of its batch
+    item["batch_id"] = batch_id(batch_alone(item.pop("of") if is_snapshot else item["batch"]))
+    if is_snapshot:
+        item["checksums"] = checksums(item["model"])
+    size, checksum = _save_checked(item, folder / name)
+    entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size, "crc32c": checksum}
+    entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
+    if not is_snapshot and (targets := _target_count(item["batch"])) is not None:
+        entry["targets"] = targets
+    if not is_snapshot and (lost := lost_parts(item["form"])):
+        entry["lost"] = lost
+    retained.add("snapshots" if is_snapshot else "batches", entry)
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #cdd33287
+class _BoxThread:
+    "The thread that writes the files of a black box."
 
     def __init__(
         self,
@@ -201,6 +219,56 @@ class BlackBox:
         self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
         self.thread.start()
 
+    def _offer(self, what: str | None, item: Any) -> None:
+        "Hand something to the thread; a disk that does not keep up costs the loop one wait, then files."
+        if not self.thread.is_alive():
+            raise RuntimeError("the thread that writes has ended")
+        try:
+            self.work.put((what, item), timeout=self.patience)
+            self.patience = _PATIENCE
+        except queue.Full:
+            # no patience until something fits again: a full queue would else hold up every step
+            self.want, self.patience = True, 0.0
+            self._warn_once(f"the disk does not keep up, a {what} was not written")
+
+    def _write_all(self) -> None:
+        "The background thread; what cannot be written is told once, and the next snapshot is tried again."
+        handlers: dict[str, Callable] = {"pin": self.retained.pin, "settings": self.retained.settings}
+        while True:
+            what, item = self.work.get()
+            try:
+                if what is None:
+                    return self.retained.write_late()
+                handlers.get(what, partial(_save, self.folder, self.retained, what))(item)
+            except Exception as error:
+                self.want = True
+                self._warn_once(f"a {what} was not written, the next snapshot is tried again: {error}")
+                if what is None:
+                    return
+
+    def _warn_once(self, text: str) -> None:
+        "Say the first fault."
+        if self.on_error and not self.has_warned:
+            self.has_warned = True
+            self.on_error(f"the black box has a gap: {text}")
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #a9f40ba6
+def _state(box: _BoxThread, rng: dict, step: int) -> dict:
+    "What a snapshot holds: the model, the optimizers and all that the next step draws on."
+    return {
+        # of the class: a loop may have put another `state_dict` in place, for the files that it saves
+        "model": storable_copy(dict(type(box.model).state_dict(box.model))),
+        "optimizer": [storable_copy(o.state_dict()) for o in box.optimizers],
+        "scaler": box.scaler.state_dict() if box.scaler else None,
+        "rng": rng,
+        "step": step,
+        "attributes": changed_attributes(box.attributes, plain_attributes(box.model)),
+    }
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
+class BlackBox(_BoxThread):
+    "The files from which a step can be replayed, written in the background."
+
     def batch(
         self,
         batch: object,  # input of the next forward pass; nested tensors
@@ -214,16 +282,7 @@ class BlackBox:
         is_due = self.want or self.last is None or step - self.last >= self.limits.every
         if microbatch == 0 and is_due:
             self.last, self.want = step, False
-            state = {
-                # of the class: a loop may have put another `state_dict` in place, for the files that it saves
-                "model": storable_copy(dict(type(self.model).state_dict(self.model))),
-                "optimizer": [storable_copy(o.state_dict()) for o in self.optimizers],
-                "scaler": self.scaler.state_dict() if self.scaler else None,
-                "rng": rng,
-                "step": step,
-                "attributes": changed_attributes(self.attributes, plain_attributes(self.model)),
-            }
-            self._offer("snapshot", state | {"of": copy})
+            self._offer("snapshot", _state(self, rng, step) | {"of": copy})
         item = {"batch": copy, "form": form, "rng": rng, "step": step, "microbatch": microbatch}
         self._offer("batch", item)
 
@@ -260,56 +319,6 @@ class BlackBox:
             self.patience = 60.0
             self._offer(None, None)
             self.thread.join(60)
-
-    def _offer(self, what: str | None, item: Any) -> None:
-        "Hand something to the thread; a disk that does not keep up costs the loop one wait, then files."
-        if not self.thread.is_alive():
-            raise RuntimeError("the thread that writes has ended")
-        try:
-            self.work.put((what, item), timeout=self.patience)
-            self.patience = _PATIENCE
-        except queue.Full:
-            # no patience until something fits again: a full queue would else hold up every step
-            self.want, self.patience = True, 0.0
-            self._warn_once(f"the disk does not keep up, a {what} was not written")
-
-    def _write_all(self) -> None:
-        "The background thread; what cannot be written is told once, and the next snapshot is tried again."
-        handlers: dict[str, Callable] = {"pin": self.retained.pin, "settings": self.retained.settings}
-        while True:
-            what, item = self.work.get()
-            try:
-                if what is None:
-                    return self.retained.write_late()
-                handlers.get(what, partial(self._save, what))(item)
-            except Exception as error:
-                self.want = True
-                self._warn_once(f"a {what} was not written, the next snapshot is tried again: {error}")
-                if what is None:
-                    return
-
-    def _save(self, what: str, item: dict) -> None:
-        "Write one file and the index, then drop what is too old."
-        is_snapshot, step = what == "snapshot", item["step"]
-        name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
-        # in the thread, as a hash reads every byte; a snapshot keeps only the name of its batch
-        item["batch_id"] = batch_id(batch_alone(item.pop("of") if is_snapshot else item["batch"]))
-        if is_snapshot:
-            item["checksums"] = checksums(item["model"])
-        size, checksum = _save_checked(item, self.folder / name)
-        entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size, "crc32c": checksum}
-        entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
-        if not is_snapshot and (targets := _target_count(item["batch"])) is not None:
-            entry["targets"] = targets
-        if not is_snapshot and (lost := lost_parts(item["form"])):
-            entry["lost"] = lost
-        self.retained.add("snapshots" if is_snapshot else "batches", entry)
-
-    def _warn_once(self, text: str) -> None:
-        "Say the first fault."
-        if self.on_error and not self.has_warned:
-            self.has_warned = True
-            self.on_error(f"the black box has a gap: {text}")
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #9e2f447c
 _BATCH_FILE = "batches.pt"  # in the black box of a packed run: key -> batch

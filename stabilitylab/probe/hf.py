@@ -28,9 +28,9 @@ try:
 except ImportError:
     _Base = object
 
-# %% ../../nbs/api/probe/08_hf.ipynb #85433820
-class _StepCallback(_Base):
-    "What a recording sees of every step of the Trainer."
+# %% ../../nbs/api/probe/08_hf.ipynb #02392cad
+class _WatchedTrainer(_Base):
+    "The batches and the losses of a trainer, as it computes them."
 
     recorder: Recorder | None  # None: nothing is recorded now
     before: Any  # handle of the hook that sees each batch; None where the trainer computes its own loss
@@ -78,6 +78,10 @@ class _StepCallback(_Base):
 
         self.trainer, self.losses = trainer, []
         trainer.compute_loss, trainer.accelerator.backward = watched_loss, watched_backward
+
+# %% ../../nbs/api/probe/08_hf.ipynb #85433820
+class _StepCallback(_WatchedTrainer):
+    "What a recording sees of every step of the Trainer."
 
     def on_step_end(
         self,

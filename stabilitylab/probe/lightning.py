@@ -39,9 +39,9 @@ def _clips_by_itself(module: Any) -> bool:
     rule = getattr(type(module), "configure_gradient_clipping", None)
     return rule is not None and rule.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
-# %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
-class LightningCallback(_base()):  # type: ignore[misc]
-    "A callback that records the run of a Lightning Trainer."
+# %% ../../nbs/api/probe/08_lightning.ipynb #f75b1d65
+class _StartedRecorder(_base()):  # type: ignore[misc]
+    "A callback that starts a recorder with the training."
 
     def __init__(
         self,
@@ -81,6 +81,10 @@ class LightningCallback(_base()):  # type: ignore[misc]
                 self.recorder.clip = limit
         elif not _clips_by_itself(trainer.lightning_module):
             self.recorder.clip = "None"
+
+# %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
+class LightningCallback(_StartedRecorder):
+    "A callback that records the run of a Lightning Trainer."
 
     def on_train_batch_start(
         self,

@@ -132,6 +132,12 @@ class _Numbered:
         if i < self.n_recorded:
             self.details.setdefault(what, {})[i] = tensor_detail(numbers)
 
+# %% ../../nbs/api/probe/12_params.ipynb #db2728c3
+def _is_left_over(at_close: dict[int, tuple], i: int, gradient: torch.Tensor) -> bool:
+    "Whether a gradient is that of an earlier step, which nobody has written or taken away since."
+    closed_with = at_close.get(i)
+    return closed_with is not None and closed_with[0]() is gradient and closed_with[1] == version_of(gradient)
+
 # %% ../../nbs/api/probe/12_params.ipynb #c43da77f
 class _Gradients:
     "The sums of gradients since the last step."
@@ -150,7 +156,7 @@ class _Gradients:
         "Read every new gradient once; a later backward pass overwrites, until the optimizer steps."
         names = self.numbered.names
         for i, p in enumerate(self.numbered.params):
-            if p.grad is not None and not self._is_left_over(i, p.grad):
+            if p.grad is not None and not _is_left_over(self.at_close, i, p.grad):
                 self.guard.attempt(_GRADIENTS, names[i], self.read, i, p.grad)
 
     def use(
@@ -164,15 +170,6 @@ class _Gradients:
                 self.rows[i] = self.later.pop(i)
             elif i is not None and i not in self.rows:  # no backward pass that brought it was seen
                 self.guard.attempt(_GRADIENTS, self.numbered.names[i], self.read, i, p.grad)
-
-    def _is_left_over(self, i: int, gradient: torch.Tensor) -> bool:
-        "Whether a gradient is that of an earlier step, which nobody has written or taken away since."
-        closed_with = self.at_close.get(i)
-        return (
-            closed_with is not None
-            and closed_with[0]() is gradient
-            and closed_with[1] == version_of(gradient)
-        )
 
     def read(
         self,

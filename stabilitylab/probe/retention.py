@@ -112,12 +112,13 @@ def _needed_settings(rows: list[dict], retained: _Retained) -> list[dict]:
         in_force.update(earlier[-1:])
     return [row for row in rows if row["step"] in in_force or retained.needs(row)]
 
-# %% ../../nbs/api/probe/19_retention.ipynb #a5131580
-class RetainedFiles:
-    "The index of a black box, and which of its files stay."
+# %% ../../nbs/api/probe/19_retention.ipynb #f6b0480f
+class _RetentionIndex:
+    "The index of the retained files in a folder."
 
     # index: {"snapshots": [{file, step, batch_id, bytes, pinned, suspect}], "batches": [{…, microbatch}],
     # "settings": [{step, optimizers}]}; snapshots stand in the order in which they were written
+
     def __init__(
         self,
         folder: Path,  # of the box
@@ -144,6 +145,23 @@ class RetainedFiles:
         if self.is_behind:
             self.write()
 
+    def settings(
+        self,
+        item: dict,  # step, optimizers: the settings of every group
+    ) -> None:
+        "Note the settings of a step where they are not those of the step before."
+        groups = [list(map(_stored_group, groups)) for groups in item["optimizers"]]
+        rows = self.index["settings"]
+        if not rows or rows[-1]["optimizers"] != groups or rows[-1]["step"] > item["step"]:
+            # a run that went back to a checkpoint takes these steps once more: what it had set then is void
+            rows[:] = [row for row in rows if row["step"] < item["step"]]
+            rows.append({"step": item["step"], "optimizers": groups})
+            self.is_behind = True  # until the next batch is written
+
+# %% ../../nbs/api/probe/19_retention.ipynb #a5131580
+class RetainedFiles(_RetentionIndex):
+    "The index of a black box, and which of its files stay."
+
     def add(
         self,
         what: str,  # snapshots or batches
@@ -157,19 +175,6 @@ class RetainedFiles:
         if what == "snapshots" or total > self.limits.max_bytes:
             self._drop()
         self.write()
-
-    def settings(
-        self,
-        item: dict,  # step, optimizers: the settings of every group
-    ) -> None:
-        "Note the settings of a step where they are not those of the step before."
-        groups = [list(map(_stored_group, groups)) for groups in item["optimizers"]]
-        rows = self.index["settings"]
-        if not rows or rows[-1]["optimizers"] != groups or rows[-1]["step"] > item["step"]:
-            # a run that went back to a checkpoint takes these steps once more: what it had set then is void
-            rows[:] = [row for row in rows if row["step"] < item["step"]]
-            rows.append({"step": item["step"], "optimizers": groups})
-            self.is_behind = True  # until the next batch is written
 
     def pin(
         self,

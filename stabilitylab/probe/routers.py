@@ -7,6 +7,7 @@ __all__ = ['RouterProbe']
 
 # %% ../../nbs/api/probe/22_routers.ipynb #09ced7e6
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ def chosen_experts(
     scores = scores if bias is None else scores.sigmoid() + bias
     return scores.topk(per_token, -1).indices
 
+# %% ../../nbs/api/probe/22_routers.ipynb #c9cf3c18
+def _routers(model: nn.Module, kinds: dict[str, str] | None) -> Iterator[tuple[nn.Module, str, int, int]]:
+    "Each router with its label, the number of its experts, and how many of them a token gets."
+    routers = {n: layer for n, (kind, layer) in module_kinds(model, kinds).items() if kind == "router"}
+    layers = Counter(routers.values())
+    for name, layer in routers.items():
+        shape = weight_shape(module := model.get_submodule(name))
+        if shape is None or len(shape) != 2 or shape[0] < 2:
+            continue  # the gate of one shared expert, or what only holds a router
+        is_alone = layer >= 0 and layers[layer] == 1
+        owner = model.get_submodule(name.rpartition(".")[0])
+        label = f"layer_{layer}" if is_alone else name.replace(".", "_")
+        yield module, label, shape[0], _experts_per_token(module, owner)
+
 # %% ../../nbs/api/probe/22_routers.ipynb #7884e8b1
 class RouterProbe:
     "Counts the tokens that each router sends to each expert."
@@ -56,16 +71,8 @@ class RouterProbe:
         self.guard = guard or Guard(type(model).__name__)
         self.counts: dict[str, torch.Tensor] = {}  # label of a router -> (expert,) float64
         self.handles: list[Any] = []
-        routers = {n: layer for n, (kind, layer) in module_kinds(model, kinds).items() if kind == "router"}
-        layers = Counter(routers.values())
-        for name, layer in routers.items():
-            shape = weight_shape(module := model.get_submodule(name))
-            if shape is None or len(shape) != 2 or shape[0] < 2:
-                continue  # the gate of one shared expert, or what only holds a router
-            is_alone = layer >= 0 and layers[layer] == 1
-            owner = model.get_submodule(name.rpartition(".")[0])
-            label = f"layer_{layer}" if is_alone else name.replace(".", "_")
-            self._hook(module, label, shape[0], _experts_per_token(module, owner))
+        for router in _routers(model, kinds):
+            self._hook(*router)
 
     def _hook(self, module: nn.Module, label: str, n_experts: int, per_token: int) -> None:
         "Count what one router chooses."

@@ -64,14 +64,28 @@ def version_of(
 # %% ../../nbs/api/probe/13_slots.ipynb #775993c6
 TENSOR_ROLES = ("out", "in", "grad")  # what the three rows of a module hold
 
-# %% ../../nbs/api/probe/13_slots.ipynb #aab7320b
-class SlotRows:
-    "The rows of sums of one step, and which of them hold the tensors of each slot."
+# %% ../../nbs/api/probe/13_slots.ipynb #ad59760a
+def _uses_with_backward(backed: set[int], uses: dict[int, list[tuple[tuple, int]]]) -> dict[int, list]:
+    "The rows of each slot, without forward passes that no backward pass came to, if one came to others."
+    of_slots: dict[int, list] = {}
+    for slot, pairs in uses.items():
+        # validation inside the step has forward passes without a backward pass, which would dilute
+        # the statistics; a step without any backward pass, as of a frozen model, keeps them all
+        is_kept = backed and slot % 3 != 2
+        keys = [key for key, forward in pairs if not is_kept or forward in backed or not forward]
+        if keys:
+            of_slots[slot] = keys
+    return of_slots
+
+# %% ../../nbs/api/probe/13_slots.ipynb #527263e3
+class _Rows:
+    "Rows of sums, and the tensors that were read into them."
 
     # slot = 3*row of the module + role   (role 0: output, 1: input, 2: gradient of the output)
     # uses: slot -> [(key of a row of sums, forward pass), …], one entry a call and micro-batch
     # A tensor that is met again is known by its id, a weak reference and its version: an id alone is
     # given out again after the tensor is freed, and an in-place write changes what was read.
+
     def __init__(self):
         self.rows = SumRows(3)
         self.uses: dict[int, list[tuple[tuple, int]]] = {}
@@ -112,6 +126,26 @@ class SlotRows:
             self.uses.setdefault(slot, []).extend((key, self.forward) for key in keys)
             self.dtypes[slot] = dtype
 
+    def forget(
+        self,
+        row: int,  # of a module
+    ) -> None:
+        "Leave out what a module that failed has filled of this step."
+        for slot in range(3 * row, 3 * row + 3):
+            self.uses.pop(slot, None)
+
+# %% ../../nbs/api/probe/13_slots.ipynb #08e47bc5
+def _add_details(rows: _Rows, slot: int, key: tuple, numbers: torch.Tensor, axis: int) -> None:
+    "The costly statistics of a tensor, once."
+    if key not in rows.details:
+        rows.details[key] = tensor_detail(numbers)
+    if slot % 3 == 0 and key not in rows.channels and numbers.ndim and numbers.shape[-1]:
+        rows.channels[key] = channel_maxima(numbers, axis if numbers.ndim > 2 else -1)
+
+# %% ../../nbs/api/probe/13_slots.ipynb #aab7320b
+class SlotRows(_Rows):
+    "The rows of sums of one step, and which of them hold the tensors of each slot."
+
     def measure(
         self,
         slots: list[int],  # that the tensor fills
@@ -127,7 +161,7 @@ class SlotRows:
         self._use(slots, keys, tensor.dtype, is_first=numbers is not None)
         # inputs are outputs of another module, or the batch: their details would be the same once more
         if self.sampling and slots[0] % 3 != 1:
-            self._detail(slots[0], keys[0], readable(tensor) if numbers is None else numbers, axis)
+            _add_details(self, slots[0], keys[0], readable(tensor) if numbers is None else numbers, axis)
 
     def measure_parts(
         self,
@@ -142,36 +176,9 @@ class SlotRows:
         for (slot, _), key in zip(parts, keys, strict=True):
             self._use([slot], [key], tensor.dtype, is_first=True)
 
-    def _detail(self, slot: int, key: tuple, numbers: torch.Tensor, axis: int) -> None:
-        "The costly statistics of a tensor, once."
-        if key not in self.details:
-            self.details[key] = tensor_detail(numbers)
-        if slot % 3 == 0 and key not in self.channels and numbers.ndim and numbers.shape[-1]:
-            self.channels[key] = channel_maxima(numbers, axis if numbers.ndim > 2 else -1)
-
-    def forget(
-        self,
-        row: int,  # of a module
-    ) -> None:
-        "Leave out what a module that failed has filled of this step."
-        for slot in range(3 * row, 3 * row + 3):
-            self.uses.pop(slot, None)
-
-    def _uses_with_backward(self) -> dict[int, list]:
-        "The rows of each slot, without forward passes that no backward pass came to, if one came to others."
-        uses = {}
-        for slot, pairs in self.uses.items():
-            # validation inside the step has forward passes without a backward pass, which would dilute
-            # the statistics; a step without any backward pass, as of a frozen model, keeps them all
-            is_kept = self.backed and slot % 3 != 2
-            keys = [key for key, forward in pairs if not is_kept or forward in self.backed or not forward]
-            if keys:
-                uses[slot] = keys
-        return uses
-
     def take(self) -> tuple[dict, dict, list]:
         "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
-        got, uses = self.rows.take(), self._uses_with_backward()
+        got, uses = self.rows.take(), _uses_with_backward(self.backed, self.uses)
         order = [slot for slot in self.order if slot in uses]
         self.uses, self.order, self.read_tensors, self.backed = {}, [], {}, set()
         return got, uses, order

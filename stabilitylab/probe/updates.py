@@ -61,9 +61,9 @@ def _changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         return (after - before).abs()
     return after.to(dtype) - before.to(dtype)
 
-# %% ../../nbs/api/probe/10_updates.ipynb #10f52eef
-class StepUpdates:
-    "The sums of weights, updates and optimizer state of a step."
+# %% ../../nbs/api/probe/10_updates.ipynb #94ff6157
+class _UpdateRows:
+    "Rows of sums of weights and updates, by number of the parameter."
 
     def __init__(
         self,
@@ -72,40 +72,6 @@ class StepUpdates:
         self.numbered = numbered
         self.rows: dict[int, torch.Tensor] = {}  # by parameter number, as is `old`
         self.old: dict[int, torch.Tensor] = {}  # weights before the step
-
-    def keep(
-        self,
-        params: list[nn.Parameter],  # which a step is about to change
-    ) -> None:
-        "Copies of weights, to see what a step does to them."
-        for p in params:
-            if id(p) in self.numbered.at:
-                self.old[self.numbered.at[id(p)]] = local(p.detach()).clone()
-
-    @torch.no_grad()
-    def read(
-        self,
-        optimizer: Any,  # that stepped
-        group: dict,  # of the parameter
-        p: nn.Parameter,  # one of its parameters
-    ) -> None:
-        "The sums of one parameter after the step."
-        i, weight = self.numbered.at[id(p)], local(p.detach())
-        state, old = optimizer.state.get(p, {}), self.old.pop(i, None)
-        rule = None if weight.is_complex() else _adam_rule(optimizer, group, state)
-        if rule is not None:
-            top = state.get("max_exp_avg_sq")
-            first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
-            largest = None if top is None else local(top)
-            gradient: Any = p.grad  # not None: the optimizer just used it
-            self.rows[i] = adam_sums(local(gradient), weight, first, second, largest, rule)
-        if old is not None:
-            if i in self.rows and self.rows[i].ndim == 2:
-                self.rows[i] = join_pieces(self.rows[i])
-            self.measure_change(i, old, weight, state)
-        if self.numbered.sampling and (rule is not None or old is not None):
-            update = None if rule is None else adam_update(weight, state, rule)
-            self._details(i, weight, old, state, update)
 
     def measure_change(
         self,
@@ -151,6 +117,44 @@ class StepUpdates:
         is_exact = intended is not None or weight.dtype in _FULL_PRECISION
         if is_exact and not weight.is_complex() and i < self.numbered.n_recorded:
             self.numbered.details.setdefault("lost", {})[i] = count_lost_updates(before, update)
+
+# %% ../../nbs/api/probe/10_updates.ipynb #10f52eef
+class StepUpdates(_UpdateRows):
+    "The sums of weights, updates and optimizer state of a step."
+
+    def keep(
+        self,
+        params: list[nn.Parameter],  # which a step is about to change
+    ) -> None:
+        "Copies of weights, to see what a step does to them."
+        for p in params:
+            if id(p) in self.numbered.at:
+                self.old[self.numbered.at[id(p)]] = local(p.detach()).clone()
+
+    @torch.no_grad()
+    def read(
+        self,
+        optimizer: Any,  # that stepped
+        group: dict,  # of the parameter
+        p: nn.Parameter,  # one of its parameters
+    ) -> None:
+        "The sums of one parameter after the step."
+        i, weight = self.numbered.at[id(p)], local(p.detach())
+        state, old = optimizer.state.get(p, {}), self.old.pop(i, None)
+        rule = None if weight.is_complex() else _adam_rule(optimizer, group, state)
+        if rule is not None:
+            top = state.get("max_exp_avg_sq")
+            first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            largest = None if top is None else local(top)
+            gradient: Any = p.grad  # not None: the optimizer just used it
+            self.rows[i] = adam_sums(local(gradient), weight, first, second, largest, rule)
+        if old is not None:
+            if i in self.rows and self.rows[i].ndim == 2:
+                self.rows[i] = join_pieces(self.rows[i])
+            self.measure_change(i, old, weight, state)
+        if self.numbered.sampling and (rule is not None or old is not None):
+            update = None if rule is None else adam_update(weight, state, rule)
+            self._details(i, weight, old, state, update)
 
     def take(self) -> dict[int, torch.Tensor]:  # rows of sums by parameter number
         "Since the last call. Starts anew."

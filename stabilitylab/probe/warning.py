@@ -118,9 +118,42 @@ class EarlyWarning:
         begin = f", rising since step {self.since}" if self.since < self.step else ""
         return f"{self.statistic}{of}: {self.value:.3g}, usual {self.usual:.3g}{begin}"
 
-# %% ../../nbs/api/probe/22_warning.ipynb #fd5bef58
-class WarningDetector:
-    "Page's test on the statistics of each step that a recorder hands to its writer."
+# %% ../../nbs/api/probe/22_warning.ipynb #20a45989
+def _loss_jump(losses: deque[float], row: StepRow) -> list[EarlyWarning]:
+    "A loss far above the last ones: near zero its logarithm is so noisy that Page's sum comes late."
+    loss, before = row.scalars.get("loss", np.nan), np.array(losses)
+    if not np.isfinite(loss):
+        return []
+    losses.append(loss)
+    if before.size < _MIN_BEFORE:
+        return []
+    usual = float(before.mean())
+    limit = _JUMP * max(float(before.std(ddof=1)), _MIN_SD * abs(usual))
+    if loss - usual <= limit:
+        return []
+    score = (loss - usual) / limit if limit else np.inf
+    return [EarlyWarning(row.step, row.step, "loss", "", float(loss), usual, score)]
+
+
+def _update_size(matrices: np.ndarray | None, typical: PageTest, row: StepRow) -> list[EarlyWarning]:
+    "The median update-to-weight ratio of the matrices against its typical size."
+    ratio = row.columns.get("updates/update_ratio")
+    if ratio is None:
+        return []
+    ratio = ratio if matrices is None else ratio[matrices]
+    ratio = ratio[np.isfinite(ratio) & (ratio > 0)]
+    value = float(np.median(ratio)) if ratio.size else np.nan
+    usual = float(np.exp(typical.level[0]))
+    total = float(typical.update(np.array([value]), row.step)[0])
+    if total <= _LIMIT:
+        return []
+    typical.sum[:] = 0.0
+    since = int(typical.zero_step[0]) + 1
+    return [EarlyWarning(row.step, since, "update-to-weight ratio", "", value, usual, total / _LIMIT)]
+
+# %% ../../nbs/api/probe/22_warning.ipynb #f0a8c014
+class _WatchedColumns:
+    "What is watched of each step, and what was seen of it so far."
 
     def __init__(
         self,
@@ -137,20 +170,6 @@ class WarningDetector:
         self.largest = 0.0  # score since the event began
         self.scalars: list[str] = []
         self.losses: deque[float] = deque(maxlen=_WINDOW)
-
-    def see(
-        self,
-        row: StepRow,  # a step as the writer has it
-    ) -> EarlyWarning | None:  # None where all is usual, or the event has been told
-        "What this step adds; a warning where an event begins or grows much stronger."
-        warnings = [*self._series(row), *self._loss_jump(row), *self._update_size(row), *self._idle(row)]
-        best = max(warnings, key=lambda w: w.score, default=None)
-        if best is None:
-            return None
-        is_event = self.above is None or row.step - self.above > _SILENT
-        is_stronger = not is_event and best.score > _STRONGER * self.largest
-        self.above, self.largest = row.step, max(best.score, 0.0 if is_event else self.largest)
-        return best if is_event or is_stronger else None
 
     def _columns(self, row: StepRow) -> dict[str, tuple[np.ndarray, list[str]]]:
         "What is watched of a step: the values, and whose they are."
@@ -171,6 +190,55 @@ class WarningDetector:
             ]
             columns[key] = (heads[key], names)
         return columns | {"scalars": (values, self.scalars)}
+
+# %% ../../nbs/api/probe/22_warning.ipynb #3f97f466
+class _IdleSteps(_WatchedColumns):
+    "Page's test on steps that can teach nothing."
+
+    def _idle(self, row: StepRow) -> list[EarlyWarning]:
+        "Steps one after the other that can teach nothing."
+        got = row.columns | row.sampled
+        norms = got.get("gradients/grad_norm", np.empty(0))
+        self.bits |= {"no update": float("update_norm" not in row.scalars)}
+        if norms.size:
+            self.bits["gradients of zero"] = _share(norms == 0)
+        for key, what in _IDLE_SHARES.items():
+            values = got.get(key, np.empty(0))
+            if values.size and key.endswith("lost_frac"):
+                values = values[self.coarse] if self.coarse is not None else np.empty(0)
+            if np.isfinite(values).any():
+                self.bits[what] = float(np.nanmedian(values))
+        what = max(self.bits, key=lambda name: self.bits[name])
+        is_idle = self.bits[what] > _MAJORITY
+        self.idle = max(0.0, self.idle + (_IDLE if is_idle else 0.0) - _ALLOWANCE)
+        self.idle_since = row.step if self.idle == 0 else self.idle_since
+        if self.idle <= _IDLE_LIMIT:
+            return []
+        score, self.idle = self.idle / _IDLE_LIMIT, 0.0
+        return [EarlyWarning(row.step, self.idle_since + 1, what, "", self.bits[what], 0.0, score)]
+
+# %% ../../nbs/api/probe/22_warning.ipynb #fd5bef58
+class WarningDetector(_IdleSteps):
+    "Page's test on the statistics of each step that a recorder hands to its writer."
+
+    def see(
+        self,
+        row: StepRow,  # a step as the writer has it
+    ) -> EarlyWarning | None:  # None where all is usual, or the event has been told
+        "What this step adds; a warning where an event begins or grows much stronger."
+        warnings = [
+            *self._series(row),
+            *_loss_jump(self.losses, row),
+            *_update_size(self.matrices, self.typical, row),
+            *self._idle(row),
+        ]
+        best = max(warnings, key=lambda w: w.score, default=None)
+        if best is None:
+            return None
+        is_event = self.above is None or row.step - self.above > _SILENT
+        is_stronger = not is_event and best.score > _STRONGER * self.largest
+        self.above, self.largest = row.step, max(best.score, 0.0 if is_event else self.largest)
+        return best if is_event or is_stronger else None
 
     def _series(self, row: StepRow) -> list[EarlyWarning]:
         "The series that are above their limit, the largest of each statistic."
@@ -199,59 +267,6 @@ class WarningDetector:
                 # all of them, as one cause raises many series: the others would tell of the same event
                 test.sum[:] = 0.0
         return warnings
-
-    def _loss_jump(self, row: StepRow) -> list[EarlyWarning]:
-        "A loss far above the last ones: near zero its logarithm is so noisy that Page's sum comes late."
-        loss, before = row.scalars.get("loss", np.nan), np.array(self.losses)
-        if not np.isfinite(loss):
-            return []
-        self.losses.append(loss)
-        if before.size < _MIN_BEFORE:
-            return []
-        usual = float(before.mean())
-        limit = _JUMP * max(float(before.std(ddof=1)), _MIN_SD * abs(usual))
-        if loss - usual <= limit:
-            return []
-        score = (loss - usual) / limit if limit else np.inf
-        return [EarlyWarning(row.step, row.step, "loss", "", float(loss), usual, score)]
-
-    def _update_size(self, row: StepRow) -> list[EarlyWarning]:
-        "The median update-to-weight ratio of the matrices against its typical size."
-        ratio = row.columns.get("updates/update_ratio")
-        if ratio is None:
-            return []
-        ratio = ratio if self.matrices is None else ratio[self.matrices]
-        ratio = ratio[np.isfinite(ratio) & (ratio > 0)]
-        value = float(np.median(ratio)) if ratio.size else np.nan
-        usual = float(np.exp(self.typical.level[0]))
-        total = float(self.typical.update(np.array([value]), row.step)[0])
-        if total <= _LIMIT:
-            return []
-        self.typical.sum[:] = 0.0
-        since = int(self.typical.zero_step[0]) + 1
-        return [EarlyWarning(row.step, since, "update-to-weight ratio", "", value, usual, total / _LIMIT)]
-
-    def _idle(self, row: StepRow) -> list[EarlyWarning]:
-        "Steps one after the other that can teach nothing."
-        got = row.columns | row.sampled
-        norms = got.get("gradients/grad_norm", np.empty(0))
-        self.bits |= {"no update": float("update_norm" not in row.scalars)}
-        if norms.size:
-            self.bits["gradients of zero"] = _share(norms == 0)
-        for key, what in _IDLE_SHARES.items():
-            values = got.get(key, np.empty(0))
-            if values.size and key.endswith("lost_frac"):
-                values = values[self.coarse] if self.coarse is not None else np.empty(0)
-            if np.isfinite(values).any():
-                self.bits[what] = float(np.nanmedian(values))
-        what = max(self.bits, key=lambda name: self.bits[name])
-        is_idle = self.bits[what] > _MAJORITY
-        self.idle = max(0.0, self.idle + (_IDLE if is_idle else 0.0) - _ALLOWANCE)
-        self.idle_since = row.step if self.idle == 0 else self.idle_since
-        if self.idle <= _IDLE_LIMIT:
-            return []
-        score, self.idle = self.idle / _IDLE_LIMIT, 0.0
-        return [EarlyWarning(row.step, self.idle_since + 1, what, "", self.bits[what], 0.0, score)]
 
 # %% ../../nbs/api/probe/22_warning.ipynb #a8ed259a
 def _is_watched(name: str) -> bool:

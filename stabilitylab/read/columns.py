@@ -186,9 +186,9 @@ class _Thinner:
         }
         return parts, is_kept
 
-# %% ../../nbs/api/read/04_columns.ipynb #7e3fa1fe
-class LogColumns:
-    "The series of a log so far; thinned where they would be too long."
+# %% ../../nbs/api/read/04_columns.ipynb #cd8cc5c6
+class _ThinnedColumns:
+    "Columns of a log, thinned where they grow too long."
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Part]] = {}
@@ -204,12 +204,6 @@ class LogColumns:
         "Takes more values of a series."
         self.parts.setdefault(name, []).append(part)
         self._n_values += len(part.value)
-
-    def shrink(self) -> None:
-        "Thins the series, if they hold more values than they may."
-        if self._n_values > self._bound:
-            self._thin(_MAX_VALUES // 4)
-            self._bound = max(_MAX_VALUES, 2 * self._n_values)  # what counts no steps stays long
 
     def _groups(self) -> list[dict[str, list[Part]]]:
         "The series that share their records, together."
@@ -241,6 +235,16 @@ class LogColumns:
         "Counts the values of a series that are left out."
         counts = [len(left_out), np.isnan(left_out).sum(), np.isinf(left_out).sum()]
         self._left_out[name] = self._left_out.get(name, np.zeros(3, np.int64)) + counts
+
+# %% ../../nbs/api/read/04_columns.ipynb #7e3fa1fe
+class LogColumns(_ThinnedColumns):
+    "The series of a log so far; thinned where they would be too long."
+
+    def shrink(self) -> None:
+        "Thins the series, if they hold more values than they may."
+        if self._n_values > self._bound:
+            self._thin(_MAX_VALUES // 4)
+            self._bound = max(_MAX_VALUES, 2 * self._n_values)  # what counts no steps stays long
 
     def samples(self) -> dict[str, Samples]:  # the log's own name -> its values, in file order
         "The columns as series; they are handed over, so that a long log is in memory once."

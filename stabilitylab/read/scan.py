@@ -305,9 +305,9 @@ class _PieceReader:
             todo = _without(todo, group.lines)
         return np.sort(np.concatenate([todo, np.array(alone, dtype=todo.dtype)]))
 
-# %% ../../nbs/api/read/05_scan.ipynb #f97deb0a
-class Scan:
-    "The records and events in the lines so far."
+# %% ../../nbs/api/read/05_scan.ipynb #41f82dc8
+class _ScannedRecords:
+    "The columns and the events of a log so far."
 
     def __init__(
         self,
@@ -321,27 +321,6 @@ class Scan:
         self.n_lines = 0
         self.parser = _LineParser(parse)
         self.last_step: int | None = None
-
-    def feed(
-        self,
-        data: bytes,  # whole lines
-        offset: int = 0,  # byte of the file at which they begin
-    ) -> "Scan":  # itself
-        "Reads more lines."
-        piece = Piece(COLOUR.sub(b"", data) if b"\x1b" in data else data, offset)
-        reader = _PieceReader(piece, self.parser, self.max_shapes)
-        todo = np.arange(len(piece.start))
-        self.n_lines += len(todo)
-        if self.candidates is not None:
-            todo = reader.read(todo, SameLayout, _SMALL * len(todo))
-            if reader.is_scattered and todo.size >= _FEW:
-                todo = todo[self.candidates(piece)[todo]]
-        small = 0.0 if self.candidates is None else _FEW_ALIKE
-        todo = reader.read(todo, SameLayout, small)
-        if todo.size >= _FEW:
-            todo = reader.read(todo, SameShape, small)
-        self._store(reader.many, list(_read_singles(piece, todo, self.parser)))
-        return self
 
     def _store(self, many: list[_Many], singles: list[_Single]) -> None:
         "Puts steps on records that have none, the values into the columns, and the events into their list."
@@ -370,6 +349,31 @@ class Scan:
     def samples(self) -> dict[str, Samples]:  # the log's own name -> its values, in file order
         "Returns the columns as series and clears them, so that a long log is in memory only once."
         return self.columns.samples()
+
+# %% ../../nbs/api/read/05_scan.ipynb #f97deb0a
+class Scan(_ScannedRecords):
+    "The records and events in the lines so far."
+
+    def feed(
+        self,
+        data: bytes,  # whole lines
+        offset: int = 0,  # byte of the file at which they begin
+    ) -> "Scan":  # itself
+        "Reads more lines."
+        piece = Piece(COLOUR.sub(b"", data) if b"\x1b" in data else data, offset)
+        reader = _PieceReader(piece, self.parser, self.max_shapes)
+        todo = np.arange(len(piece.start))
+        self.n_lines += len(todo)
+        if self.candidates is not None:
+            todo = reader.read(todo, SameLayout, _SMALL * len(todo))
+            if reader.is_scattered and todo.size >= _FEW:
+                todo = todo[self.candidates(piece)[todo]]
+        small = 0.0 if self.candidates is None else _FEW_ALIKE
+        todo = reader.read(todo, SameLayout, small)
+        if todo.size >= _FEW:
+            todo = reader.read(todo, SameShape, small)
+        self._store(reader.many, list(_read_singles(piece, todo, self.parser)))
+        return self
 
     def take(self) -> LogData:  # series and events; texts are cut at 500 characters
         "Returns the records and events read since the last call."

@@ -50,7 +50,7 @@ _STATE_SAVED = re.compile(
 
 # %% ../../nbs/api/read/06_text.ipynb #261b3972
 # (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
-_EVENTS = [
+_CHECKPOINT_EVENTS = [
     (
         "checkpoint_load",
         (b"heckpoint",),
@@ -94,6 +94,11 @@ _EVENTS = [
     *(("checkpoint_save", (word, b"heckpoint"), _STATE_SAVED) for word in (b"aving", b"aved")),
     *(("checkpoint_save", (word, b"step"), _STATE_SAVED) for word in (b"aving", b"aved")),
     ("checkpoint_save", (b"saving checkpoint to ",), re.compile(rb"^saving checkpoint to \S+$")),  # nanoGPT
+]
+
+# %% ../../nbs/api/read/06_text.ipynb #9f6831da
+_EVENTS = [
+    *_CHECKPOINT_EVENTS,
     *(
         ("launch", words, re.compile(rb"^nohup: ignoring|[*=#-]{3,} ?(?:Running|Starting|Training) "))
         for words in (

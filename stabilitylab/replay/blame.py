@@ -113,7 +113,7 @@ def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, n_samples:
     except Exception as error:  # code that nobody here has read
         setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
         raise InputError(
-            f"the loss cannot be computed for one sample alone, as with a loss over pairs: {error}"
+            f"the loss of one sample alone fails, though that of the batch does not: {error}"
         ) from error
 
 
@@ -177,7 +177,7 @@ def _level(samples: list[_Sample], together: float, recorded_loss: float | None)
     is_divided = abs(together - recorded_loss) < abs(together / n_parts - recorded_loss)
     return n_parts if is_divided else 1.0
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #1ad38e60
 def _refuse_what_does_not_add_up(
     model: torch.nn.Module, samples: list[_Sample], losses: list[float], step_loss: float | None
 ) -> float:
@@ -188,7 +188,7 @@ def _refuse_what_does_not_add_up(
     # where the step has no number, the samples that have none are the answer
     if step_loss is None or not has_statistics or not np.isfinite(step_loss):
         return together
-    if not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
+    if not _is_same_loss(together, step_loss):
         raise InputError(
             "batch norm makes a sample's output depend on the others of its batch; with its running"
             f" statistics all together would have a loss of {together:.4g}; the step had {step_loss:.4g}"
@@ -196,6 +196,18 @@ def _refuse_what_does_not_add_up(
     if not np.isfinite(together):
         raise InputError("the loss of a sample alone is not finite, and that of the batch is")
     return together
+
+
+_NO_GRADIENT = "the gradient of this batch is zero, so no sample has a share in it"
+_ONLY_TOGETHER = (
+    "every sample alone has a gradient of zero, and their losses do not make that of the batch: it compares"
+    " the samples with each other"
+)
+
+
+def _is_same_loss(together: float, step_loss: float | None) -> bool:
+    "Whether the samples' losses add up to that of the step, as far as that is known."
+    return step_loss is None or bool(np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0))
 
 
 def _draws(setup: Setup, model: torch.nn.Module, batch: Batch) -> bool:
@@ -228,9 +240,9 @@ def blame(
         batch_grad = batch_grad + sample.weight * grad
         gradients.append(grad if has_room else None)
     square = float(batch_grad @ batch_grad)
-    if square == 0:
-        raise InputError("the gradient of this batch is zero, so no sample has a share in it")
     together = _refuse_what_does_not_add_up(model, samples, losses, step_loss)
+    if square == 0:
+        raise InputError(_NO_GRADIENT if _is_same_loss(together, step_loss) else _ONLY_TOGETHER)
     is_part = all(sample.is_part for sample in samples)
     level = 1.0 if is_part else _level(samples, together, recorded_loss)
     rows = []

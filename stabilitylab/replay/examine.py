@@ -10,7 +10,8 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ import xarray as xr
 
 from ..names.encode import plain
 from ..names.errors import InputError
+from ..numerics.non_finite import NonFiniteOrigin
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, replay_device
 from .rare_tokens import losses_by_frequency
-from .retrace import is_equal
+from .retrace import Retrace, is_equal
 from .setup_check import SetupCheck, checked_retrace
 from .setup_file import setup_of
 from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
-from .step import Replayed, replay
+from .step import Replayed, first_non_finite, replay
 from .swap import SwapTest, swap_test
 from .user_code import faults_in_one_line
 from ..run.job import CALL, Job, report_progress
@@ -137,6 +139,7 @@ class Examination:
     recorded_loss: float | None  # recorded loss, nats; None if not recorded
     batch_ids: tuple[str, ...]  # content hashes of the micro-batches
     check: SetupCheck  # whether the replay matches the record; if not, the fields below are empty
+    non_finite: NonFiniteOrigin | None = None  # what made the first NaN or infinity; None where all is finite
     swap: SwapTest | None = None  # from `swap_test`; like each field below None or empty if not requested
     samples: pd.DataFrame | None = None  # result of `blame`
     tokens: tuple[TextLosses, ...] = ()  # token losses of the samples with the largest gradient shares
@@ -162,6 +165,8 @@ class Examination:
         }
         fields |= {"exact": self.exact, **self.replayed.to_dict(), "batch_ids": self.batch_ids}
         fields |= {"check": self.check, "device": self.device}
+        if self.non_finite is not None:
+            fields["non_finite"] = asdict(self.non_finite) | {"words": self.non_finite.words}
         if self.swap is not None:
             fields["swap"] = self.swap
         if self.samples is not None:
@@ -293,6 +298,12 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
         return _examined(recording, step, setup, say, (swap, samples, precisions, modules, states, batches))
 
 # %% ../../nbs/api/replay/08_examine.ipynb #d0e5fd22
+def _of_update(way: Retrace) -> tuple[float, float]:
+    "The norms of the update and of the weights after it; NaN where a weight is none."
+    numbers = way.steps[-1].replayed
+    return numbers["update_norm"], numbers["weight_norm"]
+
+
 def _examined(
     path: Recording, step: int, setup: Setup, say: Callable[[str], None], requested: tuple
 ) -> Examination:
@@ -309,6 +320,10 @@ def _examined(
         return examination
     parts: dict[str, Any] = {}
     left_out: dict[str, str] = {}
+    if not all(map(isfinite, (again.loss, again.grad_norm, *_of_update(way)))):
+        say("the first value that is not finite")
+        with _named_where_it_fails("non-finite", left_out):
+            parts["non_finite"] = first_non_finite(snapshot, batch)
     if swap:
         say("other states, other batches")
         is_named = states is not None or batches is not None

@@ -36,7 +36,7 @@ from stabilitylab.replay.step_facts import (
 from ..run.curves import kept_gradients
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
-FAULTS = {
+_LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     "": "the replay is the recorded step",
     "unrecorded": "the replay cannot be checked: step {step} has no recorded loss and no gradient above 0",
     "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
@@ -76,6 +76,10 @@ FAULTS = {
     "outside": "all agrees before step {before}: something changed the model, or the batch, outside of"
     " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again, an"
     " attribute that the loop sets)",
+}
+
+# %% ../../nbs/api/replay/13_faults.ipynb #26af325c
+_STEP_FAULTS = {  # what a gradient or an update tells that is another one
     "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
     " them: give it all optimizers",
     "no optimizer": "the Recorder was given no optimizer, so that a replay takes no step; the loop moves"
@@ -106,6 +110,7 @@ FAULTS = {
     "settings": "{name} differs where everything before it agrees, and nothing that was tried explains it:"
     " compare the optimizer's settings, its groups and clipping, and look for what else changes weights",
 }
+FAULTS = _LOSS_FAULTS | _STEP_FAULTS
 
 # %% ../../nbs/api/replay/13_faults.ipynb #e981503d
 # with which nothing speaks against a verdict on the recorded step

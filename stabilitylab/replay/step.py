@@ -10,6 +10,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
+from ..numerics.non_finite import NonFiniteOrigin, find_non_finite
 from ..numerics.pytree import map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
@@ -291,6 +293,21 @@ def replay(
     weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
     norms = numbers.grad_norm, change
     return Replayed(numbers.loss, *norms, grads, weights, run, numbers.clipped_grad_norm)
+
+# %% ../../nbs/api/replay/01_step.ipynb #nf37a001
+def first_non_finite(
+    snapshot: Snapshot,  # the state before the step
+    batch: Batch,  # micro-batches of the step
+) -> NonFiniteOrigin | None:  # None where the loss, the gradients and the next weights are finite
+    "Finds the operation from which a step became NaN or infinite, by running it once more."
+    model, optimizer = snapshot.build()
+    scaler, outside = snapshot.grad_scaler(str(next(model.parameters()).device)), rng_state()
+    run = partial(_take_step, snapshot, model, optimizer, batch, None, None, scaler)
+    try:
+        with recorded_arithmetic(snapshot):
+            return find_non_finite(model, run, batch.parts)
+    finally:
+        set_rng_state(outside)
 
 # %% ../../nbs/api/replay/01_step.ipynb #e7a3a52e
 @dataclass(frozen=True)

@@ -211,13 +211,14 @@ def _finite_shares(samples: list[dict]) -> list[dict]:
     return sorted(finite, key=lambda row: -row["share"])
 
 
-def _without_loss(samples: list[dict]) -> str:
-    "Which samples have a loss that is not finite, where others have one that is."
-    numbers = [str(row["sample"]) for row in samples if isinstance(row["loss"], str)]
-    if not 0 < len(numbers) < len(samples):
-        return ""
-    which = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {', '.join(numbers[:_MOST_NAMED])}"
-    return f"; the loss of {which}{' and others' * (len(numbers) > _MOST_NAMED)} is not finite"
+def _not_finite(samples: list[dict]) -> str:
+    "Which samples alone have a loss or a gradient that is not finite, where others have both."
+    for key, name in (("loss", "loss"), ("grad_norm", "gradient")):
+        numbers = [str(row["sample"]) for row in samples if isinstance(row.get(key), str)]
+        if 0 < len(numbers) < len(samples):
+            which = ", ".join(numbers[:_MOST_NAMED]) + " and others" * (len(numbers) > _MOST_NAMED)
+            return f"; taken alone, the {name} of sample{'s' * (len(numbers) > 1)} {which} is not finite"
+    return ""
 
 
 def replay_text(
@@ -233,7 +234,7 @@ def replay_text(
         words["other_loss"] = losses[0]
     both = [loss for loss in map(result.get, ("recorded_loss", "loss")) if isinstance(loss, float)]
     words["is_rounding"] = len(both) == 2 and isclose(*both, rel_tol=_SPACING)
-    words["samples_without_loss"] = _without_loss(result.get("samples", []))
+    words["samples_not_finite"] = _not_finite(result.get("samples", []))
     where = device_words(result.get("device", {}))
     return render("replay", **words, where=where, **result)
 

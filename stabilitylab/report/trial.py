@@ -16,13 +16,14 @@ import pandas as pd
 from markupsafe import Markup
 
 from ..names.words import format_count
-from ..plot.trial import trial_svg
+from ..plot.runs import trial_svg
 from .terminal import columns_text
 from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
-from ..trial.significance import MOST_SEEDS
+from ..trial.outcome import MOST_SEEDS
 from ..trial.suggest import Suggestion
 from ..trial.sweep import SweepResult
+from ..trial.tasks import EndedEarly
 from ..trial.trial import TrialResult
 from ..trial.verdict import ArmVerdict
 
@@ -85,8 +86,8 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " initial loss or no numbers, are capped there and cannot be compared",
     "idle": "{name} never acted: every loss is that of the run unchanged",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
-    "postponed": "; it only postpones the failure, by {steps} steps",
-    "fails later": "; where it still fails, it fails {steps} steps later",
+    "postponed": "; it only postpones the failure, by {steps}",
+    "fails later": "; where it still fails, it fails {steps} later",
 }
 
 # %% ../../nbs/api/report/11_trial.ipynb #6ef7aa40
@@ -157,16 +158,13 @@ def _arm_sentence(
         sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=f"{base.diverged}{of_base}")
     if arm.postponed:
         key = "fails later" if arm.verdict == "helps" else "postponed"
-        sentence += _SENTENCES[key].format(steps=arm.postponed)
+        sentence += _SENTENCES[key].format(steps=format_count(arm.postponed, "step"))
     return sentence
 
 # %% ../../nbs/api/report/11_trial.ipynb #4ef37565
-def _fault_sentences(faults: Sequence[str]) -> list[str]:
+def _fault_sentences(faults: Sequence[EndedEarly]) -> list[str]:
     "What ended early and why; seeds of one arm that failed alike are one sentence."
-    alike: Counter[tuple[str, str]] = Counter()
-    for fault in faults:
-        task, _, why = fault.partition(": ")
-        alike[task.rpartition(", seed ")[0] or task, why] += 1
+    alike = Counter((fault.arm, fault.why) for fault in faults)
     return [
         f"{arm} ended early on {format_count(n, 'seed|seeds')}: {why}." for (arm, why), n in alike.items()
     ]

@@ -186,21 +186,22 @@ class _Sorter:
         "A variable; with one that names rows or columns, its group."
         self.lost[group, "" if name in _NEEDED else name] = why
 
-    def without(self) -> dict[str, bytes]:
-        "The files that are left: those of lost variables and groups are taken away."
-        groups = {group for group, name in self.lost if not name}
-        gone = tuple(f"{group}/{name}/" for group, name in self.lost if name)
-        remaining = {
-            key: data
-            for key, data in self.files.items()
-            if key.split("/")[0] not in groups and not key.startswith(gone)
-        }
-        for group in self.attrs:
-            for name, data in _EMPTY_GROUP.items():
-                sibling = f"{group}/{name}" if group else name
-                if sibling in self.faults and group not in groups:
-                    remaining[sibling] = data
-        return remaining
+# %% ../../nbs/api/run/14_closed.ipynb #582ab8c6
+def _without_lost(sorter: _Sorter) -> dict[str, bytes]:
+    "The files that are left: those of lost variables and groups are taken away."
+    groups = {group for group, name in sorter.lost if not name}
+    gone = tuple(f"{group}/{name}/" for group, name in sorter.lost if name)
+    remaining = {
+        key: data
+        for key, data in sorter.files.items()
+        if key.split("/")[0] not in groups and not key.startswith(gone)
+    }
+    for group in sorter.attrs:
+        for name, data in _EMPTY_GROUP.items():
+            sibling = f"{group}/{name}" if group else name
+            if sibling in sorter.faults and group not in groups:
+                remaining[sibling] = data
+    return remaining
 
 # %% ../../nbs/api/run/14_closed.ipynb #b3a7185d
 def open_closed(
@@ -247,7 +248,9 @@ def _open_rest(path: Path, faults: dict[str, str]) -> xr.DataTree:
 
     sorter = _Sorter(_whole_files(path, faults), faults)
     buffer = default_buffer_prototype().buffer
-    store = MemoryStore({key: buffer.from_bytes(data) for key, data in _scattered(sorter.without()).items()})
+    store = MemoryStore(
+        {key: buffer.from_bytes(data) for key, data in _scattered(_without_lost(sorter)).items()}
+    )
     tree = _open(store).map_over_datasets(_with_coordinates)
     damages = list(_damages(sorter, tree))
     tree.attrs["skipped"] = dict(tree.attrs.get("skipped") or {}) | {damage.words: 1 for damage in damages}

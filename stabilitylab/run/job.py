@@ -178,9 +178,9 @@ def _started(command: Sequence, folder: Path) -> subprocess.Popen:
             start_new_session=True,  # so that one signal ends it with all that it started
         )
 
-# %% ../../nbs/api/run/05_job.ipynb #72d0d5c2
-class Job:
-    "A command, or a function of a module, that runs in a child process."
+# %% ../../nbs/api/run/05_job.ipynb #d2a2dd8f
+class _ChildFiles:
+    "The process of a job, and what it wrote into its folder."
 
     def __init__(
         self,
@@ -202,6 +202,81 @@ class Job:
         start = command if callable(command) else partial(_started, command)
         self.process: subprocess.Popen | ForkedProcess = start(self.folder)
         self._finalizer = weakref.finalize(self, _end, self.process, folder)
+
+    def _text(self, name: str) -> str:
+        "A file of the child; '' where there is none."
+        file = self.folder / name
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+    def _hear(self) -> None:
+        "Takes the whole lines of progress that are new; the rest of a line comes later."
+        file = self.folder / "progress.jsonl"
+        if not file.is_file():
+            return
+        with open(file, "rb") as progress:
+            progress.seek(self._read)
+            lines, line_end, _ = progress.read().rpartition(b"\n")
+        if line_end:
+            # up to the last whole line: the child may be in the middle of the next one
+            self._read += len(lines) + 1
+            self.events += [json.loads(line) for line in lines.splitlines() if line.strip()]
+
+    def _last_reported(self, key: str, otherwise: Any) -> Any:
+        "The last value that the child reported."
+        return next((event[key] for event in reversed(self.events) if key in event), otherwise)
+
+    def _ended_as(self, code: int) -> JobState:
+        "The state of a job whose process has ended."
+        answer = self._text("result.json")
+        result = json.loads(answer) if answer else {}
+        if "result" in result:
+            return JobState("done", "done", 1.0, result["result"])
+        if "error" not in result and code in self.codes:
+            return JobState("done", "done", 1.0, self._text("output.txt"))
+        lines = self._text("errors.txt").strip().splitlines()
+        error = result.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
+        share, words = self._last_reported("share", 0.0), "\n".join(lines[-20:])
+        return JobState("failed", "failed", share, None, error, words, was_killed=code < 0 and not result)
+
+# %% ../../nbs/api/run/05_job.ipynb #6085df2d
+class _PolledJob(_ChildFiles):
+    "A job that is polled until its process ends."
+
+    def poll(self) -> JobState:  # constant once the job has ended
+        "The current state of the job."
+        if self._last is not None:
+            return self._last
+        code = self.process.poll()  # before its files are read: what an ended process wrote is all there
+        self._hear()
+        if code is None:
+            return JobState(
+                "running", self._last_reported("words", "starting"), self._last_reported("share", 0.0)
+            )
+        self._last = self._ended_as(code)
+        self._finalizer()  # the files are not needed any more
+        return self._last
+
+    def cancel(self) -> None:
+        "Stops the job and its child processes; its progress so far stays in `events`."
+        if self._last is None and not self.poll().ended:
+            self._finalizer()
+            words = "stopped"
+            self._last = JobState("cancelled", words, self._last_reported("share", 0.0), None, words)
+
+    def wait(
+        self,
+        timeout: float = math.inf,  # seconds to wait; the job continues afterwards
+        every: float = 0.05,  # seconds between polls
+    ) -> JobState:  # last polled state
+        "Waits for the end of the job, at most for a given time."
+        end = time.monotonic() + timeout
+        while not (state := self.poll()).ended and time.monotonic() < end:
+            time.sleep(every)
+        return state
+
+# %% ../../nbs/api/run/05_job.ipynb #72d0d5c2
+class Job(_PolledJob):
+    "A command, or a function of a module, that runs in a child process."
 
     @classmethod
     def of(
@@ -241,73 +316,6 @@ class Job:
             " from stabilitylab.cli.main import main; sys.exit(main())"
         )
         return cls([sys.executable, "-c", code, *arguments], codes)
-
-    def _text(self, name: str) -> str:
-        "A file of the child; '' where there is none."
-        file = self.folder / name
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-
-    def _hear(self) -> None:
-        "Takes the whole lines of progress that are new; the rest of a line comes later."
-        file = self.folder / "progress.jsonl"
-        if not file.is_file():
-            return
-        with open(file, "rb") as progress:
-            progress.seek(self._read)
-            lines, line_end, _ = progress.read().rpartition(b"\n")
-        if line_end:
-            # up to the last whole line: the child may be in the middle of the next one
-            self._read += len(lines) + 1
-            self.events += [json.loads(line) for line in lines.splitlines() if line.strip()]
-
-    def _last_reported(self, key: str, otherwise: Any) -> Any:
-        "The last value that the child reported."
-        return next((event[key] for event in reversed(self.events) if key in event), otherwise)
-
-    def _ended_as(self, code: int) -> JobState:
-        "The state of a job whose process has ended."
-        answer = self._text("result.json")
-        result = json.loads(answer) if answer else {}
-        if "result" in result:
-            return JobState("done", "done", 1.0, result["result"])
-        if "error" not in result and code in self.codes:
-            return JobState("done", "done", 1.0, self._text("output.txt"))
-        lines = self._text("errors.txt").strip().splitlines()
-        error = result.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
-        share, words = self._last_reported("share", 0.0), "\n".join(lines[-20:])
-        return JobState("failed", "failed", share, None, error, words, was_killed=code < 0 and not result)
-
-    def poll(self) -> JobState:  # constant once the job has ended
-        "The current state of the job."
-        if self._last is not None:
-            return self._last
-        code = self.process.poll()  # before its files are read: what an ended process wrote is all there
-        self._hear()
-        if code is None:
-            return JobState(
-                "running", self._last_reported("words", "starting"), self._last_reported("share", 0.0)
-            )
-        self._last = self._ended_as(code)
-        self._finalizer()  # the files are not needed any more
-        return self._last
-
-    def cancel(self) -> None:
-        "Stops the job and its child processes; its progress so far stays in `events`."
-        if self._last is None and not self.poll().ended:
-            self._finalizer()
-            words = "stopped"
-            self._last = JobState("cancelled", words, self._last_reported("share", 0.0), None, words)
-
-    def wait(
-        self,
-        timeout: float = math.inf,  # seconds to wait; the job continues afterwards
-        every: float = 0.05,  # seconds between polls
-    ) -> JobState:  # last polled state
-        "Waits for the end of the job, at most for a given time."
-        end = time.monotonic() + timeout
-        while not (state := self.poll()).ended and time.monotonic() < end:
-            time.sleep(every)
-        return state
 
 # %% ../../nbs/api/run/05_job.ipynb #b7d0e2a2
 class _Cancelled(Exception):

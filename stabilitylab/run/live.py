@@ -74,9 +74,9 @@ def _refuse_foreign(path: Path, lock: str) -> None:
             "the folder holds something else and is left alone",
         )
 
-# %% ../../nbs/api/run/03_live.ipynb #b6ef198b
-class LiveStore:
-    "A growing record on disk, written by one process at a time."
+# %% ../../nbs/api/run/03_live.ipynb #fb495219
+class _LiveFolder:
+    "The folder of a run that grows, with its former segments."
 
     def __init__(
         self,
@@ -112,6 +112,20 @@ class LiveStore:
         settings = {"tables": tables, "attrs": attrs or {}, "world": world}
         write_atomic(self.live / f"segment-{self.tag}.json", sealed(settings), durable=True)
 
+    def _merge(self) -> None:
+        "The last of the ranks does it."
+        lock = try_lock(self.path / ".lock-closing")
+        if lock is None:
+            return
+        with lock:
+            if self.live.is_dir():
+                _close_live(self.path)
+        (self.path / ".lock-closing").unlink(missing_ok=True)
+
+# %% ../../nbs/api/run/03_live.ipynb #b6ef198b
+class LiveStore(_LiveFolder):
+    "A growing record on disk, written by one process at a time."
+
     def append(
         self,
         # 'group/variable' -> rows; each group with 'group/step'; '/scalars' also with 'time'
@@ -142,16 +156,6 @@ class LiveStore:
                 self._merge()
         finally:
             self.lock.close()
-
-    def _merge(self) -> None:
-        "The last of the ranks does it."
-        lock = try_lock(self.path / ".lock-closing")
-        if lock is None:
-            return
-        with lock:
-            if self.live.is_dir():
-                _close_live(self.path)
-        (self.path / ".lock-closing").unlink(missing_ok=True)
 
 # %% ../../nbs/api/run/03_live.ipynb #18d4bda7
 def _close_live(

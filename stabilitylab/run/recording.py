@@ -109,9 +109,9 @@ def _faults(folder: Path, rows: list[dict]) -> Iterator[tuple[dict, str]]:
         if checked[name]:
             yield row, checked[name]
 
-# %% ../../nbs/api/run/12_recording.ipynb #f359ae0b
-class Recording:
-    "An opened run: its location, its record and its black box."
+# %% ../../nbs/api/run/12_recording.ipynb #642af9f9
+class _RunFile:
+    "A path with the run that it holds, opened once."
 
     def __init__(
         self,
@@ -149,6 +149,10 @@ class Recording:
     def has_box(self) -> bool:
         "Whether the run has a black box."
         return (self.path / "blackbox" / "index.json").is_file()
+
+# %% ../../nbs/api/run/12_recording.ipynb #f359ae0b
+class Recording(_RunFile):
+    "An opened run: its location, its record and its black box."
 
     def box(
         self,

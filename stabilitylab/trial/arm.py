@@ -248,9 +248,9 @@ def _state_bytes(training: Training) -> int:
     moments = [t for state in training.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     return sum(t.numel() * t.element_size() for t in (*tensors, *grads, *moments))
 
-# %% ../../nbs/api/trial/01_arm.ipynb #5863893d
-class ArmTraining:
-    "One arm with one seed while it trains, with its log and its saved state."
+# %% ../../nbs/api/trial/01_arm.ipynb #d6dc5749
+class _LoadedArm:
+    "The training of one arm with one seed, as far as it was saved."
 
     def __init__(
         self,
@@ -280,6 +280,10 @@ class ArmTraining:
     def ended(self) -> bool:  # all steps taken, or loss and weights were not finite
         "Whether it takes no more steps."
         return self.steps_done >= self.steps or self.n_non_finite >= _NON_FINITE_END
+
+# %% ../../nbs/api/trial/01_arm.ipynb #5863893d
+class ArmTraining(_LoadedArm):
+    "One arm with one seed while it trains, with its log and its saved state."
 
     def write(
         self,

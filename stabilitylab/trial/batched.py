@@ -126,6 +126,32 @@ def _axes(batch: object) -> object:
     "Which leaves of a stacked batch have the dimension of the arms."
     return pytree.tree_map(lambda leaf: 0 if torch.is_tensor(leaf) else None, batch)
 
+# %% ../../nbs/api/trial/05_batched.ipynb #06ed0951
+@torch.no_grad()
+def _shared(trainings: list[Training], which: str) -> dict[str, torch.Tensor]:
+    "Stacks tensors of all arms, and makes each arm's own a row of the stack."
+    tensors = [dict(getattr(training.model, which)()) for training in trainings]
+    stacks = {}
+    for name in tensors[0]:
+        rows = [own[name] for own in tensors]
+        stack = torch.stack([row.detach() for row in rows])
+        # the arm's own parameter becomes a view of its row: the same memory under two names
+        for row, view in zip(rows, stack, strict=True):
+            row.data = view
+        stacks[f"model.{name}"] = stack.requires_grad_(rows[0].requires_grad)
+    return stacks
+
+
+def _shared_buffers(trainings: list[Training]) -> tuple[dict[str, torch.Tensor], int | None]:
+    "Stacks of the buffers; one copy for all where they are alike and no hook changes them."
+    buffers = [dict(training.model.named_buffers()) for training in trainings]
+    first = buffers[0]
+    is_alike = all(torch.equal(own[name], first[name]) for own in buffers[1:] for name in first)
+    # tables of rotations and masks are large and the same in every arm: one copy, not mapped
+    if is_alike and not any(training.hooks for training in trainings):
+        return {f"model.{name}": buffer for name, buffer in first.items()}, None
+    return _shared(trainings, "named_buffers"), 0
+
 # %% ../../nbs/api/trial/05_batched.ipynb #d11fdb7d
 class _StackedModels:
     "The weights of trainings of one shape as rows of shared tensors."
@@ -142,34 +168,10 @@ class _StackedModels:
         first = self.trainings[0]
         self._inner = _Loss(first.model, first.loss)
         self._own = [dict(training.model.named_parameters()) for training in self.trainings]
-        self._weights = self._shared("named_parameters")
-        self._buffers, self._buffer_axis = self._shared_buffers()
+        self._weights = _shared(self.trainings, "named_parameters")
+        self._buffers, self._buffer_axis = _shared_buffers(self.trainings)
         for training in self.trainings:
             _use_fused(training.optimizer)
-
-    @torch.no_grad()
-    def _shared(self, which: str) -> dict[str, torch.Tensor]:
-        "Stacks tensors of all arms, and makes each arm's own a row of the stack."
-        tensors = [dict(getattr(training.model, which)()) for training in self.trainings]
-        stacks = {}
-        for name in tensors[0]:
-            rows = [own[name] for own in tensors]
-            stack = torch.stack([row.detach() for row in rows])
-            # the arm's own parameter becomes a view of its row: the same memory under two names
-            for row, view in zip(rows, stack, strict=True):
-                row.data = view
-            stacks[f"model.{name}"] = stack.requires_grad_(rows[0].requires_grad)
-        return stacks
-
-    def _shared_buffers(self) -> tuple[dict[str, torch.Tensor], int | None]:
-        "Stacks of the buffers; one copy for all where they are alike and no hook changes them."
-        buffers = [dict(training.model.named_buffers()) for training in self.trainings]
-        first = buffers[0]
-        is_alike = all(torch.equal(own[name], first[name]) for own in buffers[1:] for name in first)
-        # tables of rotations and masks are large and the same in every arm: one copy, not mapped
-        if is_alike and not any(training.hooks for training in self.trainings):
-            return {f"model.{name}": buffer for name, buffer in first.items()}, None
-        return self._shared("named_buffers"), 0
 
     def losses(
         self,

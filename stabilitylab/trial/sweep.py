@@ -24,8 +24,7 @@ from ..names.errors import bad_input
 from ..replay.user_code import function_at
 from ..run.cluster import n_workers
 from .arm import Arm, ArmCurve, arm_of, done_file, read_curve
-from .outcome import failure_bound, outcome
-from .significance import paired_interval
+from .outcome import failure_bound, outcome, paired_interval
 from .start import Start
 from .tasks import ArmTask, TaskPart, TaskQueue
 
@@ -266,5 +265,5 @@ def sweep(
     work = Sweep(start, axes, steps, seeds, **options)
     result, failed = work.run(progress=progress), work.poll().failed
     if failed and not result.curves:
-        raise bad_input("axes", ", ".join(axes), "points that can be trained", failed[0])
+        raise bad_input("axes", ", ".join(axes), "points that can be trained", str(failed[0]))
     return result

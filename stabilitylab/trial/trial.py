@@ -20,13 +20,10 @@ from ..replay.device import chosen_devices, device_settings
 from .arm import Arm, ArmCurve, arm_of, read_curve, scaled_to, with_unique_names
 from .outcome import failure_bound
 from .start import Start
-from .tasks import ArmTask, TaskQueue
+from .tasks import STOPPED, ArmTask, EndedEarly, TaskQueue
 from .verdict import ArmVerdict, verdicts_of
 
 # %% ../../nbs/api/trial/03_trial.ipynb #096a1b30
-_STOPPED = ": stopped"  # how a task ends in `failed` that was told to end
-
-
 @dataclass(frozen=True)
 class TrialResult:
     "The verdicts of a trial on the seeds that have finished."
@@ -36,19 +33,19 @@ class TrialResult:
     arms: list[ArmVerdict]  # one verdict per arm; the first is the unchanged run
     curves: list[ArmCurve]  # curves of all arms and seeds
     complete: bool  # whether every requested task has been trained
-    failed: tuple[str, ...] = ()  # errors of tasks that did not finish
+    failed: tuple[EndedEarly, ...] = ()  # tasks that did not finish
     notes: tuple[str, ...] = ()  # changes forced by the machine, such as fewer arms at once
     device: dict = field(default_factory=dict)  # from `device_settings`, of the first device; {} on a cluster
 
     @property
     def stopped(self) -> list[str]:  # 'arm, seed n'
         "Tasks that were told to end, as when the time was up."
-        return [why.removesuffix(_STOPPED) for why in self.failed if why.endswith(_STOPPED)]
+        return [ended.task for ended in self.failed if ended.why == STOPPED]
 
     @property
-    def faults(self) -> list[str]:  # 'arm, seed n: why'
-        "Errors of tasks that nobody told to end."
-        return [why for why in self.failed if not why.endswith(_STOPPED)]
+    def faults(self) -> list[EndedEarly]:
+        "Tasks that ended early though nobody told them to."
+        return [ended for ended in self.failed if ended.why != STOPPED]
 
     def to_dict(self) -> dict:
         "Plain data, as `stabilitylab trial --json` prints it, without the words."
@@ -133,7 +130,7 @@ class Trial(_TrialArms):
                 job.cancel()
         dropped = [part for part in self._waiting if part[0].arm.name == name]
         self._waiting = [part for part in self._waiting if part not in dropped]
-        self._ended |= dict.fromkeys(dropped, "stopped")
+        self._ended |= dict.fromkeys(dropped, STOPPED)
 
     def add(
         self,

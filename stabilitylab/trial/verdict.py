@@ -14,12 +14,14 @@ import numpy as np
 
 from ..names.errors import bad_input
 from .arm import ANOTHER_ORDER, Arm, ArmCurve
-from .outcome import Outcome, loss_correlation, outcome
-from stabilitylab.trial.significance import (
+from stabilitylab.trial.outcome import (
+    Outcome,
     detectable_gain,
     failure_chance,
     judge,
+    loss_correlation,
     more_seeds,
+    outcome,
     paired_interval,
 )
 

@@ -25,7 +25,7 @@ from ..run.recording import Recording
 from ..trial.arm import Arm, ArmCurve
 from ..trial.start import Start
 from ..trial.suggest import suggest
-from ..trial.tasks import TrialState
+from ..trial.tasks import STOPPED, TrialState
 from ..trial.trial import ArmTask, Trial, TrialResult
 from .parts import StepChoice
 
@@ -212,7 +212,7 @@ def arm_rows(
         ended = [why for task, why in trial.ended.items() if task.arm.name == arm.name]
         is_done = lab.now.ended or len(ended) == trial.seeds
         last = float(np.mean([curve.loss[-1] for curve in own])) if own else float("nan")
-        rows.append(ArmRow(arm.name, min(share, 1.0), is_done, "stopped" in ended, last))
+        rows.append(ArmRow(arm.name, min(share, 1.0), is_done, STOPPED in ended, last))
     return rows
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #94081e43

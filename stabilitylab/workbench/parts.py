@@ -18,8 +18,92 @@ import ipywidgets as widgets
 import traitlets
 from traitlets import HasTraits
 
+from ..names.errors import bad_input
 from ..run.recording import nearest_step
 from .state import WorkbenchState
+
+# %% ../../nbs/api/workbench/08_parts.ipynb #48323a1f
+_HERE = files("stabilitylab.workbench")
+
+# %% ../../nbs/api/workbench/08_parts.ipynb #153add01
+class PictureWidget(anywidget.AnyWidget):
+    "A picture that tells values and returns clicks, brushes and keys in data coordinates."
+
+    _esm = "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8") for name in ("sheet.js", "picture.js"))
+    _css = _HERE.joinpath("picture.css").read_text(encoding="utf-8")
+    png = traitlets.Bytes(b"", help="the picture, where it comes in pixels").tag(sync=True)
+    # as `plot.scene.sheet_of` tells it; then the panels have their `drawn_marks`
+    sheet = traitlets.Dict(help="the paper of the panels; {}: the picture is `png`").tag(sync=True)
+    # a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log; series
+    # as `drawn_series` tells them; rows, the names of the rows of a map
+    panels = traitlets.List(traitlets.Dict(), help="where the panels lie, and what is drawn on them").tag(
+        sync=True
+    )
+    marks = traitlets.List(
+        traitlets.Dict(), help="flags above the first panel: x, index of the finding, findings that share it"
+    ).tag(sync=True)
+    alt = traitlets.Unicode("", help="what the picture shows, for people who cannot see it").tag(sync=True)
+    # x and y in data, finding: index of the flag that was clicked, or -1
+    clicked = traitlets.Dict(help="the last click, and a count").tag(sync=True)
+    # range: [lowest, highest] value of the first panel
+    lifted = traitlets.Dict(help="the last upright brush, and a count").tag(sync=True)
+    # a dict an entry: name, label, colour
+    legend = traitlets.List(
+        traitlets.Dict(), help="what can be hidden by a click below the picture; [] for none"
+    ).tag(sync=True)
+    hidden = traitlets.List(
+        traitlets.Unicode(), help="names of entries that are hidden; the page sets it"
+    ).tag(sync=True)
+    # range: [first, last] in data, or [] for everything
+    brushed = traitlets.Dict(help="the last brush, and a count").tag(sync=True)
+    wish = traitlets.Dict(help="the last wish: what, 'undo' or 'redo', and a count").tag(sync=True)
+    dark = traitlets.Bool(False, help="whether the page has a dark theme; the page sets it").tag(sync=True)
+    cursor = traitlets.Float(None, allow_none=True, help="where the keyboard cursor stands").tag(sync=True)
+    chosen = traitlets.Float(None, allow_none=True, help="the selected place, marked by a line").tag(
+        sync=True
+    )
+
+    def show(
+        self,
+        sheet: dict,  # as `plot.scene.sheet_of` tells it
+        panels: list[dict],  # with their marks
+    ) -> None:
+        "Lets the page draw a scene, in one message."
+        with self.hold_sync():
+            self.sheet, self.panels = sheet, panels
+
+    @traitlets.validate("wish")
+    def _check_wish(self, proposal: dict) -> dict:
+        if proposal["value"].get("what", "undo") not in ("undo", "redo"):
+            raise bad_input("wish", proposal["value"]["what"], "undo or redo")
+        return proposal["value"]
+
+    @traitlets.validate("brushed")
+    def _check_brush(self, proposal: dict) -> dict:
+        span = proposal["value"].get("range", [])
+        if span and (len(span) != 2 or not span[0] < span[1]):
+            raise bad_input("brushed", span, "a range [first, last] with first < last, or an empty one")
+        return proposal["value"]
+
+# %% ../../nbs/api/workbench/08_parts.ipynb #2a8f51c0
+def picture_box(
+    **layout: str,  # CSS properties
+) -> widgets.Image:
+    "A place for a picture, hidden until `show_sharp` fills it."
+    return widgets.Image(format="png", layout={"max_width": "100%", "display": "none", **layout})
+
+
+def show_sharp(
+    image: widgets.Image,  # where it goes
+    png: bytes,  # with twice the pixels that the page has; b"": the image is hidden
+) -> None:
+    "Show a picture at half its width, so that it is crisp on every screen."
+    image.layout.display = "" if png else "none"
+    if not png:
+        return
+    image.value = png
+    width = int.from_bytes(png[16:20], "big") // 2  # where a PNG has its width
+    image.layout.width, image.layout.object_fit = f"{width}px", "contain"  # in a place that is higher
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #24368c3f
 def row(

@@ -103,9 +103,9 @@ class _ByName(dict):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-# %% ../../nbs/api/workbench/01_state.ipynb #5bf7ac11
-class WorkbenchState(_Drawn):
-    "The runs, the displayed run, its findings, and the user's selection."
+# %% ../../nbs/api/workbench/01_state.ipynb #aa2092dd
+class _OpenRuns(_Drawn):
+    "The open runs, and the findings of the one that is shown."
 
     runs = traitlets.Dict(help="name -> record")
     origins = traitlets.Dict(help="name -> (path, name there) of the runs that were read from the disk")
@@ -143,10 +143,6 @@ class WorkbenchState(_Drawn):
         groups = self.run.children if self.runs else ()
         return tuple(series_names(self.run["scalars"].to_dataset())) if "scalars" in groups else ()
 
-    @traitlets.validate("runs")
-    def _tell_apart(self, proposal: dict) -> dict:
-        return _ByName(proposal["value"])  # else a run that grew would count as the same
-
     def _diagnose(self) -> None:
         "Diagnoses the run: at once where it is short, beside the kernel's other work where it is long."
         run = self.run
@@ -165,6 +161,14 @@ class WorkbenchState(_Drawn):
         if self.selected >= len(findings):
             self.selected = -1
         self.busy, self.findings = False, findings
+
+# %% ../../nbs/api/workbench/01_state.ipynb #5bf7ac11
+class WorkbenchState(_OpenRuns):
+    "The runs, the displayed run, its findings, and the user's selection."
+
+    @traitlets.validate("runs")
+    def _tell_apart(self, proposal: dict) -> dict:
+        return _ByName(proposal["value"])  # else a run that grew would count as the same
 
     @property
     def finding(self) -> Finding | None:

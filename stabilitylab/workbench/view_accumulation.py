@@ -33,9 +33,17 @@ from ..numerics.accumulation.weights import DENOMINATORS, token_weights
 from ..plot.replay import plot_token_weights, replay_png
 from ..report.step import audit_html, heading_html, means_html
 from ..run.job import ThreadJob
-from .figure import picture_box, show_sharp
 from .panel import CommandPanel, JobPanel
-from .parts import CallLine, SortableTable, StateView, column, on, row
+from stabilitylab.workbench.parts import (
+    CallLine,
+    SortableTable,
+    StateView,
+    column,
+    on,
+    picture_box,
+    row,
+    show_sharp,
+)
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #2c1cd6b7

@@ -35,9 +35,19 @@ from ..report.render import render
 from ..report.words import spaced
 from ..run.job import Job, JobState
 from ..run.recording import nearest_step
-from .figure import PictureWidget, picture_box, show_sharp
 from .panel import JobPanel
-from .parts import CallLine, StateView, on, refill, row, run_lines, set_visible
+from stabilitylab.workbench.parts import (
+    CallLine,
+    PictureWidget,
+    StateView,
+    on,
+    picture_box,
+    refill,
+    row,
+    run_lines,
+    set_visible,
+    show_sharp,
+)
 from .state import WorkbenchState, steer
 
 # %% ../../nbs/api/workbench/16_view_attention.ipynb #316a51fe

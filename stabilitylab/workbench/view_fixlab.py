@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ..fixes.registry import fix
 from ..names.errors import InputError
-from ..plot.trial import trial_picture
+from ..plot.runs import trial_picture
 from ..replay.device import AUTO, devices
 from ..report.render import render
 from ..report.trial import trial_sheet
@@ -27,7 +27,6 @@ from ..trial.arm import Arm
 from ..trial.start import Start
 from ..trial.tasks import TrialState
 from ..trial.trial import TrialResult
-from .figure import PictureWidget
 from stabilitylab.workbench.fixlab import (
     Choice,
     FixLab,
@@ -43,6 +42,7 @@ from .fixlab_widgets import ArmLine, ChoiceBox
 from .panel import JobPanel, beside
 from stabilitylab.workbench.parts import (
     CallLine,
+    PictureWidget,
     SortableTable,
     StateView,
     button,

@@ -17,8 +17,17 @@ from ..plot.layers import LayerMap, module_picture
 from ..report.render import render
 from ..report.words import spaced
 from ..run.curves import surviving_rows
-from .figure import PictureWidget, picture_box, show_sharp
-from .parts import CallLine, StateView, on, refill, row, run_lines
+from stabilitylab.workbench.parts import (
+    CallLine,
+    PictureWidget,
+    StateView,
+    on,
+    picture_box,
+    refill,
+    row,
+    run_lines,
+    show_sharp,
+)
 from .state import WorkbenchState, reveal, steer
 
 # %% ../../nbs/api/workbench/10_view_layers.ipynb #37a0e0e4

@@ -25,9 +25,9 @@ from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
 from ..report.words import spaced
-from .figure import PictureWidget
 from stabilitylab.workbench.parts import (
     CallLine,
+    PictureWidget,
     SortableTable,
     StateView,
     button,

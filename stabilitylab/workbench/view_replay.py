@@ -30,17 +30,19 @@ from ..report.render import render
 from ..report.step import foresight_html, replay_html
 from ..run.job import JobState
 from ..run.recording import Recording
-from .figure import PictureWidget, picture_box, show_sharp
 from .panel import JobPanel, panel_html
 from stabilitylab.workbench.parts import (
     CallLine,
+    PictureWidget,
     StateView,
     StepChoice,
     column,
     on,
+    picture_box,
     refill,
     row,
     set_visible,
+    show_sharp,
     step_box,
 )
 from .setup_panel import SetupPanel

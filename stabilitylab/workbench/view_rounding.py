@@ -25,17 +25,18 @@ from ..report.render import render
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.recording import Recording
 from ..run.scalars import series, series_names
-from .figure import picture_box, show_sharp
 from .panel import CommandPanel
 from stabilitylab.workbench.parts import (
     CallLine,
     StateView,
     StepChoice,
     on,
+    picture_box,
     refill,
     row,
     run_lines,
     set_visible,
+    show_sharp,
     step_box,
 )
 from .state import WorkbenchState

@@ -27,10 +27,10 @@ from ..report.screen import opened_setting
 from ..report.words import number, spaced
 from ..run.curves import loss_name
 from ..run.scalars import series
-from .figure import PictureWidget
 from .panel import beside
 from stabilitylab.workbench.parts import (
     CallLine,
+    PictureWidget,
     SortableTable,
     StateView,
     on,

@@ -14,7 +14,7 @@ from stabilitylab.plot.look import Look
 from stabilitylab.plot.picture import RunPicture
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
-from stabilitylab.workbench.figure import PictureWidget
+from stabilitylab.workbench.parts import PictureWidget
 
 PAGE = """
 <style>%(css)s</style><div id="place" style="width: 900px"></div>

@@ -21,7 +21,7 @@ import pandas as pd
 from reproductions.stored import FOLDER, store_row, stored_rows
 from stabilitylab.names.encode import plain
 from stabilitylab.names.errors import bad_input
-from stabilitylab.trial.significance import judge, paired_interval
+from stabilitylab.trial.outcome import judge, paired_interval
 
 # What comes out
 

@@ -130,9 +130,13 @@ def _input_peak(steps: Steps) -> RunFacts:
         return {}
     at = int(np.nanargmax(passed))
     usual = float(past[:at].median())
-    return {"input_peak": (float(passed[at]), steps.step[at])} | (
-        {"input_jump": (float(first[at] / usual), steps.step[at])} if usual > 0 else {}
-    )
+    facts: RunFacts = {"input_peak": (float(passed[at]), steps.step[at])}
+    if usual > 0:
+        facts["input_jump"] = (float(first[at] / usual), steps.step[at])
+    lost = np.flatnonzero(~np.isfinite(steps.loss))
+    if len(lost):
+        facts["peak_to_nan"] = (float(steps.step[lost[0]] - steps.step[at]), steps.step[lost[0]])
+    return facts
 
 
 def _output_peak(steps: Steps) -> RunFacts:

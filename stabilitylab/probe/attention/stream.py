@@ -136,9 +136,9 @@ class _BlockMasks:
             weight = in_window if weight is None else weight.mul_(in_window)
         return weight
 
-# %% ../../../nbs/api/probe/attention/21_stream.ipynb #2ab75772
-class _Pass:
-    "One pass over an attention's blocks; the large intermediate results live in three buffers."
+# %% ../../../nbs/api/probe/attention/21_stream.ipynb #a0e11979
+class _Buffers:
+    "The state of a pass, and the logits of a block in buffers that are used again."
 
     def __init__(self, call: AttentionCall, dtype: torch.dtype, clean: bool):
         self.call, self.dtype = call, dtype
@@ -151,44 +151,6 @@ class _Pass:
         kernel = tile_kernel(dtype) if call.q.device.type == "cpu" else None
         # the compiled function; None: the same in torch
         self.tiles = None if kernel is None else TileSums(self.sums, kernel, call.sinks)
-
-    def add(
-        self,
-        block: ScoreBlock,  # that is read now
-    ) -> None:
-        "Add one block to the sums."
-        if self.tiles is not None:
-            self.add_tile(block, self.tiles)
-            return
-        mask, new = self.masks.of(block)
-        at = (block.batch, query_heads(self.call, block), block.rows)
-        if new:
-            self._reach(block, mask)
-        self.sums.count[at] = mask.count
-        n_key = block.keys.stop - block.keys.start
-        if not n_key:
-            return
-        size = (
-            block.batch.stop - block.batch.start,
-            at[1].stop - at[1].start,
-            at[2].stop - at[2].start,
-            n_key,
-        )
-        raw, s = self._logits(block, size)
-        if not self.clean:
-            is_broken = (
-                ~torch.isfinite(raw) if mask.visibility is None else mask.visibility & ~torch.isfinite(raw)
-            )
-            self.sums.nonfinite[at[:2]] += is_broken.sum((-1, -2))
-        s = self._hide(s, mask)
-        peak = s.amax(-1)
-        highest = (peak if self.plain else self._hide(raw, mask).amax(-1)).amax(-1)
-        self.sums.highest[at[:2]] = torch.maximum(self.sums.highest[at[:2]], highest.double())
-        if not self.clean:
-            s, peak = s.clamp(min=LOWEST), peak.clamp(min=LOWEST)
-        self._rows(block, mask, s, peak, at)
-        if new or not self.clean:
-            self._columns(block, mask, at)
 
     def add_tile(
         self,
@@ -231,11 +193,9 @@ class _Pass:
         raw = products(self.call, block, self.dtype, raw)
         return raw, raw if self.plain else biased_logits(self.call, block, raw)
 
-    def _hide(self, s: torch.Tensor, mask: _Mask) -> torch.Tensor:
-        "Logits with hidden keys far below all others; `where` is slow, but a hidden NaN stays hidden."
-        if mask.hidden is None or mask.visibility is None:
-            return s if mask.hidden is None else s.add_(mask.hidden)
-        return s.add_(mask.hidden) if self.clean else torch.where(mask.visibility, s, -torch.inf)
+# %% ../../../nbs/api/probe/attention/21_stream.ipynb #3080ddfd
+class _BlockSums(_Buffers):
+    "Adds what a block tells of its rows, its columns and the keys that each query sees."
 
     def _rows(self, block: ScoreBlock, mask: _Mask, s: torch.Tensor, peak: torch.Tensor, at: tuple) -> None:
         "What a row of weights adds up to."
@@ -287,6 +247,54 @@ class _Pass:
                 sums[(*at[:2], block.keys)] += rows.sum(-1, keepdim=True)
             else:
                 sums[(*at[:2], block.keys)] += (rows[..., None, :] @ mask.weight.double())[..., 0, :]
+
+# %% ../../../nbs/api/probe/attention/21_stream.ipynb #2ab75772
+class _Pass(_BlockSums):
+    "One pass over an attention's blocks; the large intermediate results live in three buffers."
+
+    def add(
+        self,
+        block: ScoreBlock,  # that is read now
+    ) -> None:
+        "Add one block to the sums."
+        if self.tiles is not None:
+            self.add_tile(block, self.tiles)
+            return
+        mask, new = self.masks.of(block)
+        at = (block.batch, query_heads(self.call, block), block.rows)
+        if new:
+            self._reach(block, mask)
+        self.sums.count[at] = mask.count
+        n_key = block.keys.stop - block.keys.start
+        if not n_key:
+            return
+        size = (
+            block.batch.stop - block.batch.start,
+            at[1].stop - at[1].start,
+            at[2].stop - at[2].start,
+            n_key,
+        )
+        raw, s = self._logits(block, size)
+        if not self.clean:
+            is_broken = (
+                ~torch.isfinite(raw) if mask.visibility is None else mask.visibility & ~torch.isfinite(raw)
+            )
+            self.sums.nonfinite[at[:2]] += is_broken.sum((-1, -2))
+        s = self._hide(s, mask)
+        peak = s.amax(-1)
+        highest = (peak if self.plain else self._hide(raw, mask).amax(-1)).amax(-1)
+        self.sums.highest[at[:2]] = torch.maximum(self.sums.highest[at[:2]], highest.double())
+        if not self.clean:
+            s, peak = s.clamp(min=LOWEST), peak.clamp(min=LOWEST)
+        self._rows(block, mask, s, peak, at)
+        if new or not self.clean:
+            self._columns(block, mask, at)
+
+    def _hide(self, s: torch.Tensor, mask: _Mask) -> torch.Tensor:
+        "Logits with hidden keys far below all others; `where` is slow, but a hidden NaN stays hidden."
+        if mask.hidden is None or mask.visibility is None:
+            return s if mask.hidden is None else s.add_(mask.hidden)
+        return s.add_(mask.hidden) if self.clean else torch.where(mask.visibility, s, -torch.inf)
 
 # %% ../../../nbs/api/probe/attention/21_stream.ipynb #884d2a6d
 def usable_rows(

@@ -29,9 +29,9 @@ def _is_transposed(x: torch.Tensor, view: torch.Tensor) -> bool:
     same_shape = view.shape == x.mT.shape
     return same_shape and view.stride()[-2:] == x.mT.stride()[-2:] and x.stride(-1) != x.stride(-2)
 
-# %% ../../../nbs/api/probe/attention/23_trace.ipynb #1485d937
-class ScoreTrace:
-    "Follows batched products through an eager attention to their softmax, and on to the values."
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #2b8c5d95
+class _Origins:
+    "What is known of the tensors of a forward pass."
 
     def __init__(
         self,
@@ -66,6 +66,27 @@ class ScoreTrace:
     ) -> None:
         "Remember what a tensor is."
         self.origins[id(x)] = weakref.ref(x), what, version_of(x)
+
+    def _follow(
+        self,
+        name: str,  # of a function that is no step of its own
+        origin: Scores,  # what it got
+        x: torch.Tensor,  # the scores that it got
+        out: torch.Tensor,  # what it gave back
+    ) -> None:
+        "Scores after a function: seen from another side, or changed in a way that is not understood."
+        # some models compute k·qᵀ and transpose it: then the two factors change places
+        is_view = out.data_ptr() == x.data_ptr() and out is not x
+        if is_view and x.ndim == out.ndim and _is_transposed(x, out):
+            if not origin.masks and origin.sinks is None:
+                self.put(out, replace(origin, q=origin.k, k=origin.q))
+        elif out.numel() == x.numel() and out.shape[-1:] == x.shape[-1:]:
+            is_harmless = name in _HARMLESS or is_view or out is x
+            self.put(out, origin if is_harmless else replace(origin, is_exact=False))
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #1485d937
+class ScoreTrace(_Origins):
+    "Follows batched products through an eager attention to their softmax, and on to the values."
 
     def clear(self) -> None:
         "Forget everything; attentions whose values never came are handed over without."
@@ -105,20 +126,3 @@ class ScoreTrace:
             self.put(out, origin)
         else:
             self._follow(name, origin, args[0], out)
-
-    def _follow(
-        self,
-        name: str,  # of a function that is no step of its own
-        origin: Scores,  # what it got
-        x: torch.Tensor,  # the scores that it got
-        out: torch.Tensor,  # what it gave back
-    ) -> None:
-        "Scores after a function: seen from another side, or changed in a way that is not understood."
-        # some models compute k·qᵀ and transpose it: then the two factors change places
-        is_view = out.data_ptr() == x.data_ptr() and out is not x
-        if is_view and x.ndim == out.ndim and _is_transposed(x, out):
-            if not origin.masks and origin.sinks is None:
-                self.put(out, replace(origin, q=origin.k, k=origin.q))
-        elif out.numel() == x.numel() and out.shape[-1:] == x.shape[-1:]:
-            is_harmless = name in _HARMLESS or is_view or out is x
-            self.put(out, origin if is_harmless else replace(origin, is_exact=False))

@@ -116,8 +116,8 @@ class Caught:
     stream: StreamPeak | None = None  # largest magnitudes of its block's output; None if there are none
     stream_token: int = -1  # token id at the largest magnitude; -1 if unknown
 
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #ee7e9d2c
-class _RunningModules:
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #b7cae960
+class _EnteredModules:
     "Which modules of a model run, and the token ids that they embed."
 
     def __init__(self):
@@ -162,6 +162,10 @@ class _RunningModules:
     def name(self) -> str:
         "The innermost module's name; '' outside of all."
         return unwrapped_module(self.inside[-1][0]) if self.inside else ""
+
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #ee7e9d2c
+class _RunningModules(_EnteredModules):
+    "Which modules of a model run, and the token ids that they embed."
 
     def placed(
         self,
@@ -277,9 +281,27 @@ def _registry(watch: "AttentionWatch"):
         local.clear()
         local.update(saved)
 
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #570a8f61
-class AttentionWatch(TorchFunctionMode):
-    "Sees every attention that is computed while it is entered, and measures it at once."
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #a8f5cd8b
+def _unseen(ran: list[str], caught: set[str]) -> list[str]:
+    "Innermost modules that ran and neither hold nor lie in a module with a caught call."
+
+    def is_below(name: str, outer: str) -> bool:  # names of two modules
+        "Whether a module lies in another one."
+        return name.startswith(outer + ".")
+
+    def is_seen(name: str) -> bool:  # name: of a module
+        "Whether a call was caught in the module, below it or around it."
+        return any(c == name or is_below(c, name) or (c and is_below(name, c)) for c in caught)
+
+    def is_around(name: str) -> bool:  # name: of a module
+        "Whether a module that ran lies below this one."
+        return any(is_below(other, name) for other in ran)
+
+    return [name for name in ran if not is_around(name) and not is_seen(name)]
+
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #c9184fc4
+class _MeasuredCalls(TorchFunctionMode):
+    "Recognises the calls that compute an attention, and measures each."
 
     def __init__(
         self,
@@ -304,6 +326,38 @@ class AttentionWatch(TorchFunctionMode):
     def logits(self) -> torch.Tensor | None:  # (input, place, vocab)
         "Some logits of the pass."
         return self.outputs.logits
+
+    def _see(self, func: Callable, args: tuple, kwargs: dict, out: object) -> None:
+        "Recognise one function call."
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention:
+            self.take(sdpa_call(*args, **(kwargs | {"heads": self.running.heads()})))
+        elif func is F.multi_head_attention_forward:
+            self.take(mha_call(*args, **kwargs))
+        elif type(func).__name__ == "FlexAttentionHOP":
+            self.take(flex_call(*args, **kwargs))
+        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
+            self.take(option_call(*args, **kwargs))
+        else:
+            self.trace.see(name, args, kwargs, out)
+
+    def heard(self) -> int:
+        "How many attentions were seen, those that are not understood among them."
+        return len(self.caught) + len(self.trace.pending) + len(self.problems)
+
+    def take(
+        self,
+        call: AttentionCall,  # that was recognised
+    ) -> None:
+        "Measure one attention; outside of all modules it is one that was named before."
+        call = self.running.placed(call) if self.running.inside else call
+        got = self.measure(call)
+        tokens = self.running.tokens(call, got) if isinstance(got, HeadStatistics) else None
+        self.caught.append(Caught(call.module, call.role, call.source, got, tokens))
+
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #570a8f61
+class AttentionWatch(_MeasuredCalls):
+    "Sees every attention that is computed while it is entered, and measures it at once."
 
     def __enter__(self):
         for name, module in self.model.named_modules():
@@ -345,51 +399,7 @@ class AttentionWatch(TorchFunctionMode):
             self.problems.append(f"{self.running.name()}: {type(error).__name__}: {error}")
         return out
 
-    def _see(self, func: Callable, args: tuple, kwargs: dict, out: object) -> None:
-        "Recognise one function call."
-        name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention:
-            self.take(sdpa_call(*args, **(kwargs | {"heads": self.running.heads()})))
-        elif func is F.multi_head_attention_forward:
-            self.take(mha_call(*args, **kwargs))
-        elif type(func).__name__ == "FlexAttentionHOP":
-            self.take(flex_call(*args, **kwargs))
-        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
-            self.take(option_call(*args, **kwargs))
-        else:
-            self.trace.see(name, args, kwargs, out)
-
-    def heard(self) -> int:
-        "How many attentions were seen, those that are not understood among them."
-        return len(self.caught) + len(self.trace.pending) + len(self.problems)
-
-    def take(
-        self,
-        call: AttentionCall,  # that was recognised
-    ) -> None:
-        "Measure one attention; outside of all modules it is one that was named before."
-        call = self.running.placed(call) if self.running.inside else call
-        got = self.measure(call)
-        tokens = self.running.tokens(call, got) if isinstance(got, HeadStatistics) else None
-        self.caught.append(Caught(call.module, call.role, call.source, got, tokens))
-
     def unrecognised(self) -> list[str]:
         "Modules that look like attention, ran, and in which no attention was seen."
-        names = {c.module for c in self.caught}
-
-        def has(name: str) -> bool:  # name: of the module
-            "Whether a call was caught in or below a module."
-            return any(n == name or n.startswith(name + ".") for n in names)
-
-        def is_inside(name: str) -> bool:  # name: of the module
-            "Whether a module lies below one with a caught call."
-            return any(name.startswith(n + ".") for n in names if n)
-
-        def is_around(name: str) -> bool:  # name: of the module
-            "Whether a module that ran lies below this one."
-            return any(n.startswith(name + ".") for n in ran)
-
         ran = [unwrapped_module(n) for n in self.looks if n in self.running.ran]
-        inner = [n for n in ran if not is_around(n)]
-        within = [n for n in inner if not has(n) and not is_inside(n)]
-        return sorted(within) + self.problems
+        return sorted(_unseen(ran, {c.module for c in self.caught})) + self.problems

@@ -47,6 +47,10 @@ def source_of(
         return None
     if code.co_name == "<module>":
         return Source(tree.body, scope, line)
+    if code.co_name == "<lambda>":
+        lambdas = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
+        # of several in one line, nothing says which
+        return Source([ast.Return(lambdas[0].body)], scope, line) if len(lambdas) == 1 else None
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS) and node.name == code.co_name:
             # a code object begins at its first decorator, a node of `ast` at its `def`

@@ -9,6 +9,7 @@ __all__ = []
 import ast
 import builtins
 import copy
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -170,9 +171,9 @@ def _looked_up(node: ast.Call | ast.Subscript) -> ast.expr | None:
     is_chain = all(part.isidentifier() for part in word.split("."))
     return ast.parse(word, mode="eval").body if is_chain and (is_eval or "." not in word) else None
 
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
-class _Inline(ast.NodeTransformer):
-    "Puts the model, the batch and constants in place of the names of a loop."
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #8cf2051c
+class _Chains(ast.NodeTransformer):
+    "Puts sources in place of chains of attributes, such as `self.config.dtype`."
 
     def __init__(
         self,
@@ -188,6 +189,48 @@ class _Inline(ast.NodeTransformer):
         self.early: dict[str, None] = {}  # chains that hold results of earlier forward passes
         self.bound: set[str] = set()  # names that the statements set
         self.new_names: dict[str, str] = {}  # new name -> source
+
+    def visit_Attribute(
+        self,
+        node: ast.Attribute,  # a chain such as `self.config.dtype`
+    ) -> ast.AST:
+        "A chain that begins with an object of the loop, by what it leads to."
+        root = root_name(node)
+        if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
+            return self.generic_visit(node)
+        value = value_at(node, self.scope)
+        if value is None and node.attr in _FRAMEWORK_CONSTANTS:
+            owner: Any = value_at(node.value, self.scope)
+            value = getattr(owner, node.attr, None) if _is_of_framework(owner) else None
+        if is_same_model(value, self.model):
+            return ast.Name("model", ast.Load())
+        if is_same_model(self.scope.get(root), self.model) and _has_graph(value):
+            self.early[ast.unparse(node)] = None
+        if isinstance(node.ctx, ast.Load) and not isinstance(value, (types.MethodType, type(None))):
+            source = self._source(node, value)
+            if source is not None:
+                return source
+        return self.generic_visit(node)
+
+    def _source(self, node: ast.Attribute, value: Any) -> ast.AST | None:
+        "The value of a chain: a constant in its place, anything else under a name of its own."
+        if is_same_model(self.scope.get(root_name(node) or ""), self.model):
+            return None
+        source = self.value_source(node.attr, value)
+        if source is not None and isinstance(value, PLAIN):
+            return ast.parse(source, mode="eval").body
+        is_free = node.attr not in self.scope | self.new_names
+        name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
+        if source is None:
+            source = self.keeper.line_of(name, ast.unparse(node), value)
+        if source is None:
+            return None
+        self.new_names[name] = source
+        return ast.Name(name, ast.Load())
+
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
+class _Inline(_Chains):
+    "Puts the model, the batch and constants in place of the names of a loop."
 
     def visit(
         self,
@@ -250,44 +293,6 @@ class _Inline(ast.NodeTransformer):
         if isinstance(values, (list, tuple)) and name not in self.bound:
             return ast.Constant(len(values))
         return self._by_string(node)
-
-    def visit_Attribute(
-        self,
-        node: ast.Attribute,  # a chain such as `self.config.dtype`
-    ) -> ast.AST:
-        "A chain that begins with an object of the loop, by what it leads to."
-        root = root_name(node)
-        if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
-            return self.generic_visit(node)
-        value = value_at(node, self.scope)
-        if value is None and node.attr in _FRAMEWORK_CONSTANTS:
-            owner: Any = value_at(node.value, self.scope)
-            value = getattr(owner, node.attr, None) if _is_of_framework(owner) else None
-        if is_same_model(value, self.model):
-            return ast.Name("model", ast.Load())
-        if is_same_model(self.scope.get(root), self.model) and _has_graph(value):
-            self.early[ast.unparse(node)] = None
-        if isinstance(node.ctx, ast.Load) and not isinstance(value, (types.MethodType, type(None))):
-            source = self._source(node, value)
-            if source is not None:
-                return source
-        return self.generic_visit(node)
-
-    def _source(self, node: ast.Attribute, value: Any) -> ast.AST | None:
-        "The value of a chain: a constant in its place, anything else under a name of its own."
-        if is_same_model(self.scope.get(root_name(node) or ""), self.model):
-            return None
-        source = self.value_source(node.attr, value)
-        if source is not None and isinstance(value, PLAIN):
-            return ast.parse(source, mode="eval").body
-        is_free = node.attr not in self.scope | self.new_names
-        name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
-        if source is None:
-            source = self.keeper.line_of(name, ast.unparse(node), value)
-        if source is None:
-            return None
-        self.new_names[name] = source
-        return ast.Name(name, ast.Load())
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
 def _has_graph(value: Any) -> bool:
@@ -356,27 +361,35 @@ def _name_lines(name: str, scope: dict[str, Any], value_source: ValueSource) -> 
     return [] if source == name else [f"{name} = {source}"], []
 
 
-def _nested_function(value: Any) -> Source | None:
-    "A function that was written inside of another one, with the values around it."
-    if not isinstance(value, types.FunctionType) or "<locals>" not in value.__qualname__:
+def _nested_function(name: str, scope: dict[str, Any]) -> Source | None:
+    "A function that was written inside of another one, by its name here, with the values around it."
+    function = scope.get(name)
+    if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
         return None
-    source = function_source(value)
-    if source is None or value.__code__.co_name == "<lambda>":
+    source = function_source(function)
+    if source is None:
         return None
-    arguments = ast.parse(f"def {value.__name__}{_signature(value)}: pass").body[0]
-    assert isinstance(arguments, ast.FunctionDef)
-    arguments.body = source.body
-    return Source([arguments], source.scope, 0)
+    try:
+        definition = ast.parse(f"def {name}{_signature(function)}: pass").body[0]
+    except SyntaxError:  # a default without a plain source
+        return None
+    assert isinstance(definition, ast.FunctionDef)
+    definition.body = copy.deepcopy(source.body)
+    # what has the same name here and there, and another value
+    others = {n: v for n, v in source.scope.items() if n in scope and scope[n] is not v}
+    inner = _set_inside(definition)
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Name) and node.id in others.keys() - inner:
+            node.id = f"{name}_{node.id}"
+    renamed = {f"{name}_{n}": value for n, value in others.items()}
+    return Source([definition], source.scope | renamed, 0)
 
 
 def _signature(function: types.FunctionType) -> str:
-    "The arguments of a function, without annotations and with defaults that have a plain source."
-    code = function.__code__
-    names = list(code.co_varnames[: code.co_argcount])
-    defaults = list(function.__defaults__ or ())
-    first = len(names) - len(defaults)
-    words = [name if i < first else f"{name}={defaults[i - first]!r}" for i, name in enumerate(names)]
-    return f"({', '.join(words)})"
+    "The arguments of a function, without annotations and with their defaults."
+    signature = inspect.signature(function, follow_wrapped=False)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #e4c3f8ea
 def resolved_lines(
@@ -413,9 +426,10 @@ def resolved_lines(
                 line, absent = keeper.lines_of(name, scope.get(name), "which changes from step to step")
                 lines += line
                 missing += absent
-            elif (nested := _nested_function(scope.get(name))) is not None:
+            elif (nested := _nested_function(name, scope)) is not None:
                 scope.update({**nested.scope, **scope})
-                functions.insert(0, inline.visit(copy.deepcopy(nested.body[0])))
+                program_names |= nested.scope.keys()
+                functions.insert(0, inline.visit(nested.body[0]))
             else:
                 line, absent = keeper.name_lines(name, scope)
                 lines += line

@@ -83,9 +83,32 @@ def own_loss(
 _SCRIPT_TENSOR = re.compile(r"kept_values\(__file__\)\['(\w+)'\]")
 _OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
 
-# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #3e64c2d2
-class _LoopValues:
-    "Sources of the values that a loop uses."
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #a1859e75
+def _import(draft: Draft, words: str, name: str, module: str) -> str:
+    "The name under which something is imported."
+    own = f"_{name}" if name in _OWN_NAMES and words != f"import {name}" else name
+    draft.imports.add(words if own == module else f"{words} as {own}")
+    return own
+
+
+def _named(draft: Draft, name: str, value: Any) -> str | None:
+    "A class or a function by its import."
+    qualified = getattr(value, "__qualname__", "")
+    module = getattr(value, "__module__", None) or ""
+    if module == "builtins" or not qualified.isidentifier():
+        return None
+    if module == "__main__":
+        main = main_module()
+        draft.uses_script |= main is not None
+        return None if main is None else _import(draft, f"from {main} import {qualified}", name, qualified)
+    if getattr(sys.modules.get(module), qualified, None) is not value:
+        return None
+    draft.note_folder(module)
+    return _import(draft, f"from {module} import {qualified}", name, qualified)
+
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #4fef5baa
+class _ScriptValues:
+    "Sources of values that a script computes, and of objects of its classes."
 
     def __init__(self, draft: Draft, model: nn.Module, frame: types.FrameType | None = None):
         self.draft, self.model = draft, model
@@ -96,44 +119,24 @@ class _LoopValues:
         self.depth = 0
         self.keeper: Any = None  # keeps other models with each batch; None: nothing is kept
 
-    def __call__(self, name: str, value: Any) -> str | None:
-        "An expression for a value; None where it has none."
-        if isinstance(value, types.ModuleType):
-            return self._import(f"import {value.__name__}", name, value.__name__)
-        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            return self._named(name, value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, contextlib.nullcontext):
-            return "__import__('contextlib').nullcontext()"
-        if isinstance(value, torch.autocast):
-            words = f"{value.device!r}, {value.fast_dtype}, enabled={value._enabled}"
-            return f"torch.autocast({words})"
-        source = self.draft.literal(value)
-        if source is None:
-            source = self._owner(name, value)
-        return self._global(name, value) if source is None else source
-
-    def _import(self, words: str, name: str, module: str) -> str:
-        "The name under which something is imported."
-        own = f"_{name}" if name in _OWN_NAMES and words != f"import {name}" else name
-        self.draft.imports.add(words if own == module else f"{words} as {own}")
-        return own
-
-    def _named(self, name: str, value: Any) -> str | None:
-        "A class or a function by its import."
-        qualified = getattr(value, "__qualname__", "")
-        module = getattr(value, "__module__", None) or ""
-        if module == "builtins" or not qualified.isidentifier():
+    def _global(self, name: str, value: Any) -> str | None:
+        "A value that the script computes at its top level, or a table in another of its files."
+        main, module = vars(sys.modules["__main__"]), main_module()
+        holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
+        if self.depth or name in _OWN_NAMES or holds_parameters:
             return None
-        if module == "__main__":
-            main = main_module()
-            self.draft.uses_script |= main is not None
-            return None if main is None else self._import(f"from {main} import {qualified}", name, qualified)
-        if getattr(sys.modules.get(module), qualified, None) is not value:
+        if main.get(name) is value and tensor_to_keep(value) is not None:
+            self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
+            return f"kept_values(__file__)[{name!r}]"
+        if module is not None and name in assigned_names() and main.get(name) is value:
+            self.draft.uses_script = True
+            return _import(self.draft, f"from {module} import {name}", name, name)
+        others = [each for each in local_modules() if each not in ("__main__", module)]
+        other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
+        if other is None or not isinstance(value, (dict, list, tuple)):
             return None
-        self.draft.note_folder(module)
-        return self._import(f"from {module} import {qualified}", name, qualified)
+        self.draft.note_folder(other)
+        return _import(self.draft, f"from {other} import {name}", name, name)
 
     def _module(self, value: nn.Module) -> str | None:
         "A part of the model, or a criterion: a module without parameters, or with those of the model alone."
@@ -162,13 +165,35 @@ class _LoopValues:
         self.makers.append(f"def {name}():\n{indent(chr(10).join(lines), '    ')}")
         return name
 
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #3e64c2d2
+class _LoopValues(_ScriptValues):
+    "Sources of the values that a loop uses."
+
+    def __call__(self, name: str, value: Any) -> str | None:
+        "An expression for a value; None where it has none."
+        if isinstance(value, types.ModuleType):
+            return _import(self.draft, f"import {value.__name__}", name, value.__name__)
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return _named(self.draft, name, value)
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, contextlib.nullcontext):
+            return "__import__('contextlib').nullcontext()"
+        if isinstance(value, torch.autocast):
+            words = f"{value.device!r}, {value.fast_dtype}, enabled={value._enabled}"
+            return f"torch.autocast({words})"
+        source = self.draft.literal(value)
+        if source is None:
+            source = self._owner(name, value)
+        return self._global(name, value) if source is None else source
+
     def _owner(self, owner: str, value: Any) -> str | None:
         "An object of a class of the script, by those of its attributes that have a source."
         cls = type(value)
         is_theirs = cls.__module__ in ("__main__", *local_modules())
         if not is_theirs or not hasattr(value, "__dict__") or self.depth:
             return None
-        name = self._named(cls.__name__, cls)
+        name = _named(self.draft, cls.__name__, cls)
         if name is None:
             return None
         self.depth += 1
@@ -187,25 +212,6 @@ class _LoopValues:
         if source is not None or self.keeper is None or not isinstance(value, nn.Module):
             return source
         return self.keeper.line_of(f"{owner}_{name}", f"{owner}.{name}", value)
-
-    def _global(self, name: str, value: Any) -> str | None:
-        "A value that the script computes at its top level, or a table in another of its files."
-        main, module = vars(sys.modules["__main__"]), main_module()
-        holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
-        if self.depth or name in _OWN_NAMES or holds_parameters:
-            return None
-        if main.get(name) is value and tensor_to_keep(value) is not None:
-            self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
-            return f"kept_values(__file__)[{name!r}]"
-        if module is not None and name in assigned_names() and main.get(name) is value:
-            self.draft.uses_script = True
-            return self._import(f"from {module} import {name}", name, name)
-        others = [each for each in local_modules() if each not in ("__main__", module)]
-        other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
-        if other is None or not isinstance(value, (dict, list, tuple)):
-            return None
-        self.draft.note_folder(other)
-        return self._import(f"from {other} import {name}", name, name)
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #37136d3e
 FILE = "replay_setup.py"

@@ -10,16 +10,163 @@ import re
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from ...names.errors import InputError
+from ...names.variables import canonical_name
 from ..base import Format, Hit, LogData, head_of, register_formats
 from ..crash.incidents import crash_in_text
 from ..freetext.interpret import interpret
-from ..freetext.lines import line_tables, parse_any_line
-from ..freetext.named_numbers import named_numbers
+from ..freetext.lines import LineTable, line_tables, parse_any_line
+from ..freetext.named_numbers import named_numbers, row_cells
 from ..freetext.prefilter import candidate_lines
-from ..freetext.rows import name_rows, read_printed_lists
-from ..freetext.words import meaning
+from ..freetext.words import is_evaluation, is_metric, loss_rank, meaning
 from ..text import EVENT_WORDS, NUMBERED_EVENT_WORDS, is_message, place_events, read_lines
+from ...run.scalars import Samples
+
+# %% ../../../nbs/api/read/logs/generic.ipynb #f4abd4a2
+_DOCUMENTED = (  # (what the line of the first row looks like, names of the cells; '' for what is no series)
+    (  # YOLOv5 to v7, results.txt
+        re.compile(rb"\s*\d+/\d+\s+[\d.]+G(?:\s+[\d.e+-]+){13}\s*$"),
+        "epoch||box_loss|obj_loss|cls_loss|total_loss|||precision|recall|mAP_0.5|mAP_0.5:0.95"
+        "|val_box_loss|val_obj_loss|val_cls_loss",
+    ),
+    (  # RWKV-LM, train_log.txt: epoch, loss, exp(loss), learning rate, time, epoch
+        re.compile(rb"\d+ \d+\.\d{6} \d+\.\d{4} \d\.\d{8} \d{4}-\d\d-\d\d \S+ \d+\s*$"),
+        "epoch|loss|perplexity|lr||",
+    ),
+)
+
+# %% ../../../nbs/api/read/logs/generic.ipynb #2db00ba8
+_RULE = re.compile(rb"^[\s\-=+|_:#*]*$")
+_MIN_ROWS = 3  # rows that must agree; ours: two may by chance
+_CONTEXT = 8192  # bytes above a row in which its header is looked for
+
+
+def _lines_around(path: Path, position: int) -> tuple[list[bytes], bytes]:
+    "The lines above a position of a file, the nearest first, and the line itself."
+    with open(path, "rb") as file:
+        begin = max(0, position - _CONTEXT)
+        file.seek(begin)
+        above, rest = file.read(position - begin), file.read(_CONTEXT)
+    lines = re.split(rb"[\r\n]", above)
+    own = lines.pop() + re.split(rb"[\r\n]", rest)[0]
+    return [line for line in reversed(lines) if not _RULE.match(line)], own
+
+
+def _is_header(words: list[bytes], n_cells: int) -> bool:
+    "Whether words may be the names of so many cells."
+    has_letters = sum(bool(re.match(rb"#*[^\W\d]", word)) for word in words)  # Caffe's begins with `#Iters`
+    return n_cells <= len(words) <= n_cells + 2 and has_letters >= 0.8 * len(words)
+
+
+def _header(above: list[bytes], n_cells: int) -> list[str]:
+    "The names of the cells from the lines above; empty where there are none."
+    for line in above[:2]:
+        parts = [part.strip() for part in re.split(rb"\t|\||,|;| {2,}", line.strip()) if part.strip()]
+        words = [text for text, _, _ in row_cells(line)]
+        for names in (words, parts):
+            if _is_header(names, n_cells):
+                return [name.decode("utf-8", "replace").strip("\"'#:") for name in names]
+    return []
+
+# %% ../../../nbs/api/read/logs/generic.ipynb #0462b63e
+def _count_and_value(table: LineTable) -> list[str]:
+    "The names of two cells of which one counts up and the other has a point; empty for all other rows."
+    if len(table.slots) != 2 or len(table.order) < _MIN_ROWS:
+        return []
+    counts = [
+        bool((np.diff(s.value) > 0).all() and (s.value == np.round(s.value)).all()) for s in table.slots
+    ]
+    if sum(counts) != 1:
+        return []
+    return ["step", "loss"] if counts[0] else ["loss", "step"]
+
+
+def name_rows(
+    tables: list[LineTable],  # of a log
+    path: Path,  # its file
+) -> list[LineTable]:  # the cells of rows named; rows that nothing names are left out
+    "The tables of a log with their rows named."
+    named: list[LineTable] = []
+    header_by_width: dict[int, list[str]] = {}
+    for table in tables:
+        if not table.is_row or not len(table.order):
+            continue
+        n_cells = max(slot.position for slot in table.slots) + 1
+        above, own = _lines_around(path, int(table.order[0]))
+        documented = next((names.split("|") for form, names in _DOCUMENTED if form.match(own)), [])
+        names = documented or _header(above, n_cells)
+        if not any(map(is_metric, names)):
+            names = header_by_width.get(n_cells, []) or _count_and_value(table)
+        if any(map(is_metric, names)):
+            header_by_width[n_cells] = names
+            for slot in table.slots:
+                slot.name = names[slot.position] if slot.position < len(names) else ""
+            named.append(table)
+    return [table for table in tables if not table.is_row] + named
+
+# %% ../../../nbs/api/read/logs/generic.ipynb #9eea8a19
+_NUMBER = rb"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf"
+_LIST = re.compile(rb"[:=]\s*+(?:(?:np\.)?array\(|tensor\()?\[(?P<items>[^\[\]{}]{3,})\]")
+_NAME = re.compile(rb"[A-Za-z_][\w /.-]*+['\"]?\s*+$")  # before it
+_NAME_BYTES = 64
+_ITEM = re.compile(rb"(?:np\.float\d+\(|tensor\()?(?P<value>" + _NUMBER + rb")\)?(?:[\s,]+|$)")
+_MIN_LENGTH = 3  # numbers of a history; ours: shorter lists are shapes, sizes and splits
+_MAX_FILE_BYTES = (
+    2**26
+)  # of a text that is searched: a history is printed by a program that prints little else
+
+
+def _list_numbers(items: bytes) -> np.ndarray:
+    "The numbers of a list; empty where it holds anything else."
+    numbers, position = [], 0
+    items = items.strip()
+    while position < len(items):
+        item = _ITEM.match(items, position)
+        if item is None:
+            return np.zeros(0)
+        numbers.append(float(item["value"]))
+        position = item.end()
+    return np.array(numbers)
+
+# %% ../../../nbs/api/read/logs/generic.ipynb #d4331afa
+def _histories(text: bytes) -> dict[str, list[tuple[int, np.ndarray]]]:
+    "The lists of metrics in a text, not all of whole numbers: name -> (position, values) of each."
+    histories: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for match in _LIST.finditer(text):
+        before = _NAME.search(text[max(0, match.start() - _NAME_BYTES) : match.start()])
+        name = before[0].decode("utf-8", "replace").strip(" \t\r\n'\"") if before else ""
+        value = _list_numbers(match["items"])
+        if is_metric(name) and len(value) >= _MIN_LENGTH and bool((value != np.round(value)).any()):
+            histories.setdefault(name, []).append((match.start("items"), value))
+    return histories
+
+
+def _as_series(parts: list[tuple[int, np.ndarray]]) -> Samples:
+    "The lists of one name as a series; each list is counted from 1."
+    step = np.concatenate([np.arange(1, len(value) + 1) for _, value in parts])
+    order = np.concatenate([position + np.arange(len(value)) for position, value in parts])
+    return Samples(step, np.concatenate([value for _, value in parts]), order)
+
+
+def read_printed_lists(
+    path: str | Path,  # a text file
+) -> LogData:  # a series a name; none where the text holds no history of a loss
+    "The histories that a text holds as lists."
+    log = LogData()
+    if Path(path).stat().st_size > _MAX_FILE_BYTES:
+        return log
+    histories = _histories(Path(path).read_bytes())
+    losses = [name for name in histories if meaning(name) == "loss" and not is_evaluation(name)]
+    if not losses:
+        return log
+    log.samples = {name: _as_series(parts) for name, parts in histories.items()}
+    main = min(losses, key=loss_rank)
+    if not any(canonical_name(name) == "loss" for name in histories):
+        log.canonical_names[main] = "loss"
+    log.attrs |= {"step_is": "place in a printed list", "loss_is": main}
+    return log
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #90d85763
 def _records(line: bytes) -> list[Hit]:

@@ -87,9 +87,9 @@ def _losses(names: list[str], cells: list[float]) -> tuple[list[tuple[str, float
     loss_is = "the sum " + " + ".join(parts) if named else ""
     return losses + ([("loss", sum(parts.values()))] if named else []), loss_is
 
-# %% ../../../nbs/api/read/logs/ultralytics.ipynb #623e57c4
-class _Console:
-    "What was read so far: the header in force, the row being drawn, and the series."
+# %% ../../../nbs/api/read/logs/ultralytics.ipynb #44f6517e
+class _EpochSeries:
+    "The series so far, and the names of the cells that come next."
 
     def __init__(self) -> None:
         self.names: list[str] = []  # of the cells after the memory
@@ -101,6 +101,30 @@ class _Console:
         self.points: dict[str, list[tuple]] = {}  # name -> (step, value, offset)
         self.n_rows = 0  # that became values
         self.log = LogData()
+
+    def _measure(self, cells: list[float], offset: int) -> None:
+        "The measures of all classes after an epoch; what is measured once more after the last is none."
+        epoch = self.n_headers if self.epoch is None else self.epoch
+        position = (epoch, self.n_headers)
+        names = self.measures or (() if "GIoU" in self.names else ("", *_MEASURES))
+        if position == self.measured_at:
+            self.log.skip("measures after the last epoch, of the best weights")
+        elif len(names) != len(cells):
+            self.log.skip("rows whose cells nothing names")
+        else:
+            self.n_rows += 1
+            self._add(names, cells, epoch, offset)
+        self.measured_at = position
+
+    def _add(self, names: Sequence[str], cells: Sequence[float], epoch: int, offset: int) -> None:
+        "One value to each series; a cell without a name is none."
+        for name, value in zip(names, cells, strict=False):
+            if name:
+                self.points.setdefault(name, []).append((epoch, value, offset))
+
+# %% ../../../nbs/api/read/logs/ultralytics.ipynb #623e57c4
+class _Console(_EpochSeries):
+    "What was read so far: the header in force, the row being drawn, and the series."
 
     def line(
         self,
@@ -136,26 +160,6 @@ class _Console:
         self.n_rows += 1
         self._add([name for name, _ in losses], [cell for _, cell in losses], epoch, offset)
         self.log.attrs["loss_is"] = loss_is
-
-    def _measure(self, cells: list[float], offset: int) -> None:
-        "The measures of all classes after an epoch; what is measured once more after the last is none."
-        epoch = self.n_headers if self.epoch is None else self.epoch
-        position = (epoch, self.n_headers)
-        names = self.measures or (() if "GIoU" in self.names else ("", *_MEASURES))
-        if position == self.measured_at:
-            self.log.skip("measures after the last epoch, of the best weights")
-        elif len(names) != len(cells):
-            self.log.skip("rows whose cells nothing names")
-        else:
-            self.n_rows += 1
-            self._add(names, cells, epoch, offset)
-        self.measured_at = position
-
-    def _add(self, names: Sequence[str], cells: Sequence[float], epoch: int, offset: int) -> None:
-        "One value to each series; a cell without a name is none."
-        for name, value in zip(names, cells, strict=False):
-            if name:
-                self.points.setdefault(name, []).append((epoch, value, offset))
 
 # %% ../../../nbs/api/read/logs/ultralytics.ipynb #9527218b
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
