@@ -12,6 +12,7 @@ import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
+from stabilitylab.detect.context import run_context
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
@@ -25,11 +26,12 @@ from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
 from stabilitylab.fixes.training import Training
 from stabilitylab.investigation import plan
+from stabilitylab.knowledge.remedies import REMEDIES_SHOWN, choose_remedies
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.probe.blackbox import rng_state
 from stabilitylab.replay.blame import blame
-from stabilitylab.replay.rounded_step import StepPrecision, _casts, _regimes
+from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, _regimes
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
@@ -366,6 +368,12 @@ def test_samples_of_a_loss_that_takes_a_gradient_itself():
         return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()
 
     assert len(blame(state_of(penalised), Batch([torch.randn(4, 3)]))) == 4
+    state = state_of(penalised)
+    assert _attention(state, Batch([torch.randn(4, 3)])) is None  # no attention, and no fault of the loss
+    setup = theirs(state.setup)
+    state = replace(state, setup=setup)
+    _, left_out = _casts(state, state.build()[0], torch.randn(4, 3), "bf16")
+    assert set(left_out.values()) == {"its loss takes a gradient itself"}
 
 
 def test_a_part_of_the_loss_is_told_beside_the_whole():
@@ -481,3 +489,35 @@ def test_weights_in_bf16_that_never_move_lose_their_updates(dtype, n):
     run.attrs["dtypes"] = dict.fromkeys(coordinates["param"], dtype)
     found = find_lost_updates(run)
     assert len(found) == n and all(f.modules == ("norm.weight",) and f.onset == 1 for f in found)
+
+
+@pytest.mark.parametrize("kinds", [["conv", "other"], ["attn.q", "mlp.fc1"], None])
+def test_reports_about_attention_are_not_told_of_a_model_without_it(kinds):
+    "The critic of a GAN that did not learn was told of relative positions."
+    run = run_of([1.0] * 3)
+    if kinds is not None:
+        coordinates = {"step": np.arange(3), "module": ["a", "b"], "kind": ("module", kinds)}
+        rms = (("step", "module"), np.ones((3, 2)))
+        run["activations"] = xr.DataTree(xr.Dataset({"rms": rms}, coordinates))
+    rows = choose_remedies("not_learning", run_context(run, []))
+    names, told = [row["name"] for row in rows], kinds != ["conv", "other"]
+    at = names.index("Absolute and relative positions together")
+    assert (at < REMEDIES_SHOWN) is told and "attention" not in rows[at].get("fits", [])
+
+
+def test_the_columns_of_lost_updates_stand_below_each_other_whatever_the_names():
+    names = ["fc.bias", "model.layers.0.post_attention_layernorm.weight"]
+    row = {"lost": 1.0, "kept": 0.0, "kept_stochastic": 0.0, "kept_stochastic_sd": 0.1}
+    rows = [row | {"param": name} for name in names]
+    result = {
+        "run": "r",
+        "step": 49,
+        "format": "bf16",
+        "micro_batches": 1,
+        "casts": {},
+        "eps": [],
+        "loss": 1.0,
+    }
+    text = step_text(result | {"attention": None, "left_out": {}, "warning": "", "updates": rows})
+    lines = [line for line in text.splitlines() if "100.0%" in line]
+    assert len({line.index("100.0%") for line in lines}) == 1 and len(lines) == 2

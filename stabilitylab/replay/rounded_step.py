@@ -101,9 +101,10 @@ def _casts(
     except Exception as error:
         if not hasattr(error, "stabilitylab_part"):
             raise
-        return {}, dict.fromkeys(
-            words, f"in evaluation mode the program fails: {error}".splitlines()[0][:200]
-        )
+        why = f"in evaluation mode the program fails: {error}"
+        if "does not require grad" in str(error):  # the pass that looks for the rounding has no graph
+            why = "its loss takes a gradient itself"
+        return {}, dict.fromkeys(words, why.splitlines()[0][:200])
     narrow = snapshot.build(dtype=dtype)[0].eval()
     try:
         casts[words[1]] = find_loss_cast(narrow, _in_format(part, dtype), loss)
