@@ -489,6 +489,8 @@ def test_weights_in_bf16_that_never_move_lose_their_updates(dtype, n):
     run.attrs["dtypes"] = dict.fromkeys(coordinates["param"], dtype)
     found = find_lost_updates(run)
     assert len(found) == n and all(f.modules == ("norm.weight",) and f.onset == 1 for f in found)
+    run.attrs["shapes"] = {"norm.weight": [8], "fc.weight": [8, 8]}
+    assert [f.severity for f in [*found, *find_lost_updates(run)]] == ["warning", "info"] * n
 
 
 @pytest.mark.parametrize("kinds", [["conv", "other"], ["attn.q", "mlp.fc1"], None])
