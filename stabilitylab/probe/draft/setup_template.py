@@ -34,7 +34,6 @@ from stabilitylab.probe.draft.python_source import (
     Draft,
     call_source,
     cast_source,
-    mixed_dtype,
     model_source,
     optimizer_source,
     script_lines,
@@ -54,6 +53,7 @@ from stabilitylab.probe.draft.trainer_code import (
     dropout_off,
     forward_patches,
     kept_file,
+    mixed_dtype,
     trainer_code,
 )
 
