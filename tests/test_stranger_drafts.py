@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
-from stabilitylab.probe.draft import setup_template
+from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
@@ -56,9 +56,9 @@ def test_a_tensor_that_the_script_computed_is_kept_and_not_computed_again(tmp_pa
     main = SimpleNamespace(labels=labels, table=nn.Parameter(torch.ones(2000)))
     monkeypatch.setitem(sys.modules, "__main__", main)
     draft = Draft()
-    source = setup_template._LoopValues(draft, nn.Linear(2, 1))("labels", labels)
+    source = loop_code.ValueSources(draft, nn.Linear(2, 1))("labels", labels)
     assert source == "kept_values(__file__)['labels']" and not draft.uses_script
-    assert setup_template._LoopValues(draft, nn.Linear(2, 1))("table", main.table) is None
+    assert loop_code.ValueSources(draft, nn.Linear(2, 1))("table", main.table) is None
     box = SimpleNamespace(folder=tmp_path / "blackbox", model=None, optimizers=[])
     recorder = SimpleNamespace(path=tmp_path, box=box)
     monkeypatch.setattr(setup_template, "_draft_or_note", lambda *_: f"labels = {source}\n")
@@ -121,17 +121,17 @@ def made_by(lines, draft):
 
 def test_a_model_whose_arguments_nothing_shows_is_put_together_from_its_parts():
     model, draft, x = Mixer(4, 3), Draft(), torch.randn(2, 4)
-    lines, words = setup_template._model_lines(draft, model, None)
+    lines, words = loop_code.model_lines(draft, model, None)
     copy = made_by("\n".join(lines).split("\n"), draft)
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(x), model(x)) and "from its parts" in words
     assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
     # two names of one weight would be two weights, and an open file has no source
     model.layers[0].weight = model.layers[1][0].body.weight
-    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    assert "TODO" in str(loop_code.model_lines(Draft(), model, None)[0])
     model = Mixer(4, 3)
     model.log = sys.stderr
-    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    assert "TODO" in str(loop_code.model_lines(Draft(), model, None)[0])
 
 
 class Task(nn.Module):
