@@ -562,7 +562,7 @@ def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
         == "the gradient of the batch is not finite, so none of its 2 has a share"
     )
     rows[1]["loss"] = "nan"
-    assert samples_line(rows).endswith("has a share; the loss of sample 1 is not finite")
+    assert samples_line(rows).endswith("has a share; taken alone, the loss of sample 1 is not finite")
 
 
 def test_samples_that_are_not_the_batch_are_left_out_or_told():
@@ -911,7 +911,9 @@ def test_a_loss_of_pairs_is_not_taken_of_one_sample():
 
     torch.manual_seed(0)
     setup = Setup(lambda: torch.nn.Linear(3, 1), of_pairs, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pytest.raises(InputError, match="cannot be computed for one sample alone"):
+    with pytest.raises(
+        InputError, match="the loss of one sample alone fails, though that of the batch does not"
+    ):
         blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
 
 
@@ -962,3 +964,22 @@ def test_a_run_with_a_gradient_is_not_told_that_no_gradient_reaches_its_weights(
         scalars = make_scalars({name: Samples(np.arange(100), values) for name, values in samples.items()})
         likely = most_likely(diagnose(new_run(scalars)))
         assert "learning rate is far too" in likely.cause and ("No gradient" in likely.cause) is is_possible
+
+
+def test_a_loss_that_compares_pairs_is_not_measured_by_the_width_of_their_embeddings(tmp_path):
+    "Contrastive, 128 pairs, 32 wide: its first loss was told as twice that of a guess among 32 classes."
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(45):
+            rows = torch.nn.functional.normalize(model(recorder.batch(3 * torch.randn(128, 48))), dim=-1)
+            targets = torch.arange(128).roll(1)
+            loss = torch.nn.functional.cross_entropy(12 * rows @ rows.T, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    run = sl.open_run(tmp_path / "run")
+    assert run["scalars"].loss.values[0] > 2 * np.log(32)
+    assert "first_over_chance" not in evidence(run)

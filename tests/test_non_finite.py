@@ -1,14 +1,20 @@
 "The first value that is not finite: the operation, the line, the values and the reason, each planted."
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from stabilitylab import Recorder
+from stabilitylab.detect.facts.record_steps import loss_event
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.numerics.non_finite import find_non_finite
 from stabilitylab.replay.examine import examine
 from stabilitylab.report.step import replay_html, replay_text
+from stabilitylab.run.record import new_run
+from stabilitylab.trial.suggest import suggest
 
 
 class Net(nn.Module):
@@ -166,3 +172,39 @@ def test_a_loss_that_compares_samples_has_no_samples_of_its_own(tmp_path):
             recorder.step(loss)
     reason = examine(tmp_path / "run", 2, swap=False).left_out["samples"]
     assert "it compares the samples with each other" in reason
+
+
+def test_the_event_of_a_run_that_ends_in_nan_is_where_it_did_so_and_no_jump_that_was_over():
+    noise = np.random.default_rng(0).normal(0, 0.01, 200)
+    loss = 0.2 + noise
+    loss[80] = 0.6  # over at once
+    loss[150:] = np.nan
+    assert loss_event(loss) == 150
+    loss[150:] = 0.2
+    assert loss_event(loss) == 80
+    loss[150:] = np.nan
+    loss[80:150] = np.linspace(0.6, 9, 70)  # and here the way to it
+    assert loss_event(loss) == 80
+    loss[150:] = 9.0
+    assert loss_event(loss) == 80
+
+
+def test_a_batch_that_the_loss_outlived_is_no_cause_of_a_later_nan():
+    facts = {"found bad_batch_values": (1.0, 53), "input_peak": (900.0, 53), "input_jump": (1.0, 139)}
+    (cause,) = ranked_causes(facts)
+    assert cause.id == "bad_inputs" and "reach 900 times as far as any before it" in cause.words
+    assert ranked_causes(facts | {"peak_to_nan": (87.0, 140)}) == []
+    assert ranked_causes(facts | {"peak_to_nan": (1.0, 54)})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [("float32", ["skip_non_finite", "placebo"]), ("float16", ["skip_non_finite", "adam_eps"])],
+)
+def test_remedies_of_half_precision_are_not_tried_on_a_run_in_float32(dtype, names):
+    run = new_run(attrs={"optimizer": ["AdamW"], "eps": 1e-8, "dtypes": {"fc.weight": dtype}})
+    lost = Finding("non_finite", "error", 40, series=("loss",), evidence={"stays": True, "names": ["loss"]})
+    chosen = suggest(Findings([lost]), run)
+    assert [suggestion.name for suggestion in chosen][: len(names)] == names
+    # the fix by itself lowers epsilon, and the report is of a higher one
+    assert all(each.parameters == {"eps": 1e-4} for each in chosen if each.name == "adam_eps")

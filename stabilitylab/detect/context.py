@@ -64,7 +64,10 @@ def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str
     if scales_its_loss(run):
         return "fp16"
     grids = [f.evidence.get("format", "") for f in findings if f.kind == "quantized_loss"]
-    return next(filter(None, [*_stated_formats(settings), *grids]), "")
+    dtypes = set(dict(settings.get("dtypes") or {}).values())
+    # of an autocast over float32 weights nothing is known, and what reports say of 16 bits is of weights
+    weights = "fp32" if dtypes == {"float32"} else ""
+    return next(filter(None, [*_stated_formats(settings), *grids, weights]), "")
 
 
 def _optimizer(settings: dict) -> str:

@@ -196,6 +196,15 @@ def _fit_of(
             return False, []
     return True, meets
 
+
+def is_of_other_format(
+    row: str,  # id of a remedy
+    precision: str,  # number format of the run; '': not known
+) -> bool:
+    "Whether a report is of runs in another number format."
+    formats = load_fits().get(row, {}).get("precision", [])
+    return bool(precision and formats) and precision not in formats
+
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #ca111241
 REMEDIES_SHOWN = 3  # remedies of a finding that are told unless all are asked for
 _WORKED, _FAILED = "worked", "did not work"
@@ -215,10 +224,12 @@ def choose_remedies(
     kind: str,  # a finding kind
     context: RunContext,  # facts about the run
 ) -> list[dict]:  # rows of `remedies_for` with `fits`; show the first three; unfit ones come last
-    "Remedies that teams tried against a kind of finding, ranked by how well they fit this run."
+    "Remedies that teams tried against a kind of finding in this number format, those that fit the run first."
     fitting: list[dict] = []
     others: list[dict] = []
     for row in remedies_for(kind):
+        if is_of_other_format(row["id"], context.precision):
+            continue
         fits, why = _fit_of(row["id"], context)
         (fitting if fits else others).append(row | {"fits": why})
     fitting.sort(key=lambda row: -len(row["fits"]))

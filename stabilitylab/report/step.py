@@ -214,7 +214,7 @@ def _finite_shares(samples: list[dict]) -> list[dict]:
 def _not_finite(samples: list[dict]) -> str:
     "Which samples alone have a loss or a gradient that is not finite, where others have both."
     for key, name in (("loss", "loss"), ("grad_norm", "gradient")):
-        numbers = [str(row["sample"]) for row in samples if isinstance(row[key], str)]
+        numbers = [str(row["sample"]) for row in samples if isinstance(row.get(key), str)]
         if 0 < len(numbers) < len(samples):
             which = ", ".join(numbers[:_MOST_NAMED]) + " and others" * (len(numbers) > _MOST_NAMED)
             return f"; taken alone, the {name} of sample{'s' * (len(numbers) > 1)} {which} is not finite"

@@ -86,8 +86,8 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " initial loss or no numbers, are capped there and cannot be compared",
     "idle": "{name} never acted: every loss is that of the run unchanged",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
-    "postponed": "; it only postpones the failure, by {steps} steps",
-    "fails later": "; where it still fails, it fails {steps} steps later",
+    "postponed": "; it only postpones the failure, by {steps}",
+    "fails later": "; where it still fails, it fails {steps} later",
 }
 
 # %% ../../nbs/api/report/11_trial.ipynb #6ef7aa40
@@ -158,7 +158,7 @@ def _arm_sentence(
         sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=f"{base.diverged}{of_base}")
     if arm.postponed:
         key = "fails later" if arm.verdict == "helps" else "postponed"
-        sentence += _SENTENCES[key].format(steps=arm.postponed)
+        sentence += _SENTENCES[key].format(steps=format_count(arm.postponed, "step"))
     return sentence
 
 # %% ../../nbs/api/report/11_trial.ipynb #4ef37565

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import xarray as xr
 
+from ..detect.context import run_context
 from ..detect.diagnose import as_run
 from ..detect.facts.evidence import evidence
 from ..detect.findings import Finding, Findings
@@ -20,7 +21,7 @@ from ..detect.limits import limit
 from ..detect.phrase import evidence_words
 from ..detect.settings import rate_at
 from ..fixes.registry import fix, fixes
-from ..knowledge.remedies import remedies_for
+from ..knowledge.remedies import is_of_other_format, remedies_for
 from ..names.words import format_count
 from ..run.curves import Curve, curve, group_of
 from .arm import Arm, arm_of
@@ -84,14 +85,15 @@ class _Tally:
     kinds: list[str] = field(default_factory=list)  # of findings, in their order
 
 
-def _tallies(findings: Sequence[Finding]) -> dict[str, _Tally]:
-    "All fixes that somebody reported against one of the findings."
-    by_row = _fixes_by_remedy()
+def _tallies(findings: Sequence[Finding], run: xr.DataTree) -> dict[str, _Tally]:
+    "All fixes that somebody reported against one of the findings, of a run like this one."
+    by_row, precision = _fixes_by_remedy(), run_context(run, list(findings)).precision
     tallies: dict[str, _Tally] = {}
     for finding in findings:
         answered = set()
         for row in remedies_for(finding.kind):
-            for name in by_row.get(row["id"], ()):
+            is_other = is_of_other_format(row["id"], precision)
+            for name in () if is_other else by_row.get(row["id"], ()):
                 tally = tallies.setdefault(name, _Tally())
                 if name not in answered:
                     answered.add(name)
@@ -206,13 +208,12 @@ def _logit_growth(findings: Sequence[Finding], run: xr.DataTree) -> dict | None:
     return None if growth is None else asdict(growth)
 
 
+_EPS_IN_FP16 = 1e-4  # of a practitioner's notes on half precision
 _AGAINST: dict[tuple[str, str], dict] = {  # fix, kind of finding -> parameters that answer it
     ("dropout", "overfitting"): {"share": 0.1},  # our convention; the fix by itself takes dropout away
     ("weight_decay", "overfitting"): {"weight_decay": 3.0},  # thirty times the usual 0.1: Kim et al.
+    ("adam_eps", "non_finite"): {"eps": _EPS_IN_FP16},  # the fix by itself lowers it
 }
-
-
-_EPS_IN_FP16 = 1e-4  # of a practitioner's notes on half precision
 
 
 def _evidence_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
@@ -328,7 +329,7 @@ def suggest(
         return []
     candidates = _of_cause(cause, findings, run)
     cures = {suggestion.name for suggestion in candidates}
-    for name, tally in _tallies(findings).items():
+    for name, tally in _tallies(findings, run).items():
         if name in cures or unsuited(name, dict(fix(name).parameters), run, cause):
             continue
         # teams, not rows: who reported a remedy for three kinds of findings is still one witness

@@ -130,9 +130,13 @@ def _input_peak(steps: Steps) -> RunFacts:
         return {}
     at = int(np.nanargmax(passed))
     usual = float(past[:at].median())
-    return {"input_peak": (float(passed[at]), steps.step[at])} | (
-        {"input_jump": (float(first[at] / usual), steps.step[at])} if usual > 0 else {}
-    )
+    facts: RunFacts = {"input_peak": (float(passed[at]), steps.step[at])}
+    if usual > 0:
+        facts["input_jump"] = (float(first[at] / usual), steps.step[at])
+    lost = np.flatnonzero(~np.isfinite(steps.loss))
+    if len(lost):
+        facts["peak_to_nan"] = (float(steps.step[lost[0]] - steps.step[at]), steps.step[lost[0]])
+    return facts
 
 
 def _output_peak(steps: Steps) -> RunFacts:
@@ -174,9 +178,10 @@ def _input_nonfinite(steps: Steps) -> RunFacts:
     at = int(np.argmax(bad.values[:, 0] > 0))
     # of a convolution no input is recorded: finite weights and small outputs before it leave the batch alone
     was_well = at > 0 and not weights.values[at - 1].any() and size.values[at - 1, 0] < _FAR_FROM_OVERFLOW
-    if not was_well or not np.isfinite(steps.loss[:at]).all():
-        return {}
     counted = np.nan if came_in is None else came_in.values[at, 0]
+    is_given = at == 0 and counted > 0  # before the first step no weight is asked
+    if not (was_well or is_given) or not np.isfinite(steps.loss[:at]).all():
+        return {}
     count = counted if np.isfinite(counted) else bad.values[at, 0]
     return {"input_nonfinite": (float(count), steps.step[at])}
 

@@ -99,9 +99,17 @@ def loss_bound(
 def loss_event(
     loss: np.ndarray,  # (n,) of a loss, NaN where it is none
 ) -> int | None:  # index; None where it never left
-    "Where the loss first jumped above its level."
+    "Where the loss first jumped above its level, or stopped being a number after it had come back."
     for at in range(1, len(loss)):
         bound = loss_bound(loss, at)
         if np.isfinite(bound) and not loss[at] <= bound:
-            return at
+            lost = _lost_at(loss)
+            is_later = at + limit("short_records") < lost < len(loss)
+            return lost if is_later and np.median(values_before(loss, lost)) <= bound else at
     return None
+
+
+def _lost_at(loss: np.ndarray) -> int:
+    "From where on no value is finite; their number where the last one is."
+    finite = np.flatnonzero(np.isfinite(loss))
+    return int(finite[-1]) + 1 if len(finite) else 0

@@ -16,14 +16,19 @@ from ...run.curves import group_of
 
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #b1c75b40
 def _may_be_cross_entropy(steps: Steps, first_loss: float, chance: float) -> bool:
-    "Whether the last matrix's outputs allow such a mean cross-entropy: it is at most ln(classes) + 2·absmax."
+    """Whether outputs of the last matrix allow such a mean cross-entropy: at most ln(classes) + 2·absmax,
+    and of Gaussian ones of size s, whose classes no label favours, about ln(classes) + s²/2."""
     names = [name for name, shape in steps.run.attrs.get("shapes", {}).items() if len(shape) == 2]
     largest = steps.table("activations", "absmax")
     module = names[-1].rpartition(".")[0] if names else ""
     if largest is None or module not in largest.module.values:
         return True
     logits = float(largest.sel(module=module)[0])
-    return not np.isfinite(logits) or first_loss <= chance + 2 * logits
+    usual = steps.table("activations", "rms")
+    size = np.nan if usual is None else float(usual.sel(module=module)[0])
+    # four times what Gaussian logits cost, as others have heavier tails
+    bounds = [bound for bound in (2 * logits, size + 2 * size**2) if np.isfinite(bound)]
+    return not bounds or first_loss <= chance + min(bounds)
 
 
 def _of_start(steps: Steps) -> RunFacts:

@@ -34,7 +34,7 @@ from stabilitylab.probe.draft.name_sources import (
 )
 from .python_source import Draft, cast_source, model_source, seen_words
 from .running_script import assigned_names, local_modules, main_module
-from .trainer_code import dropout_off, forward_patches, mixed_dtype
+from .trainer_code import dropout_off, forward_patches, mixed_dtype, prepared
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
 class _Localize(ast.NodeTransformer):
@@ -179,6 +179,8 @@ def loop_code(
     named_parts = {n.id: path for n, path in paths if isinstance(n, ast.Name) and n.id != path}
     parts = {ast.dump(node): path for node, path in paths if not isinstance(node, ast.Name)}
     keeper = Keeper(value_source, LoopValues(span.outer))
+    if hasattr(value_source, "keeper"):
+        value_source.keeper = keeper
     lines, missing = resolved_lines(
         body, dict(span.scope), model, value_source, named_parts, parts, span.loops, keeper
     )
@@ -224,6 +226,7 @@ class _ScriptValues:
         self.makers: list[str] = []  # functions that make other modules
         self.submodules = {id(child): name for name, child in model.named_modules() if name}
         self.depth = 0
+        self.keeper: Any = None  # keeps other models with each batch; None: nothing is kept
 
     def _global(self, name: str, value: Any) -> str | None:
         "A value that the script computes at its top level, or a table in another of its files."
@@ -290,10 +293,10 @@ class ValueSources(_ScriptValues):
             return f"torch.autocast({words})"
         source = self.draft.literal(value)
         if source is None:
-            source = self._owner(value)
+            source = self._owner(name, value)
         return self._global(name, value) if source is None else source
 
-    def _owner(self, value: Any) -> str | None:
+    def _owner(self, owner: str, value: Any) -> str | None:
         "An object of a class of the script, by those of its attributes that have a source."
         cls = type(value)
         is_theirs = cls.__module__ in ("__main__", *local_modules())
@@ -303,17 +306,21 @@ class ValueSources(_ScriptValues):
         if name is None:
             return None
         self.depth += 1
-        sources = {key: self._attribute(key, part) for key, part in vars(value).items() if key.isidentifier()}
+        parts = {key: part for key, part in vars(value).items() if key.isidentifier()}
+        sources = {key: self._attribute(owner, key, part) for key, part in parts.items()}
         self.depth -= 1
         self.draft.imports.add("from stabilitylab.replay.script import stand_in")
         words = [f"{key}={source}" for key, source in sources.items() if source is not None]
         return f"stand_in({', '.join([name, *words])})"
 
-    def _attribute(self, name: str, value: Any) -> str | None:
-        "An attribute of such an object."
+    def _attribute(self, owner: str, name: str, value: Any) -> str | None:
+        "An attribute of such an object; another model is kept with each batch."
         if value is self.model:
             return "model"
-        return None if isinstance(value, types.ModuleType) else self(name, value)
+        source = None if isinstance(value, types.ModuleType) else self(name, value)
+        if source is not None or self.keeper is None or not isinstance(value, nn.Module):
+            return source
+        return self.keeper.line_of(f"{owner}_{name}", f"{owner}.{name}", value)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #a095ae75
 _FROM_PARTS = "Put together from its parts: what its class was given could not all be seen."
@@ -343,6 +350,8 @@ def model_lines(
         lines, model_words = [f"model = {cast_source(draft, model, from_parts)}"], _FROM_PARTS
     draft.unseen = unseen
     lines += [*patches, *dropout_off(model)]
+    if hasattr(model, "training_step"):
+        lines += prepared(model)
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
     if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
         lines += [f"for name in {fixed!r}:", "    model.get_parameter(name).requires_grad_(False)"]
@@ -354,7 +363,7 @@ def model_lines(
         return [lines[0].replace("model = ", "return ", 1)], model_words
     return [*lines, "return model"], model_words
 
-
+# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #1383d56f
 def _completed(
     draft: Draft, line: str, model: nn.Module, missing: list[str], frame: types.FrameType | None
 ) -> tuple[str, str]:

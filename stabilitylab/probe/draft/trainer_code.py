@@ -224,6 +224,27 @@ def dropout_off(
         "        part.p = 0.0",
     ]
 
+
+# what Lightning calls of a module before it trains, in its order
+_PREPARING = {"prepare_data": "()", "setup": "('fit')", "configure_optimizers": "()"}
+
+
+def _set_names(cls: type, method: str) -> set[str]:
+    "The attributes that a method sets of its object."
+    nodes = [node for tree in _definitions(cls, method) for node in ast.walk(tree)]
+    stored = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+
+
+def prepared(
+    model: torch.nn.Module,  # a LightningModule
+) -> list[str]:  # lines; [] where its step reads nothing that they set
+    "The calls by which Lightning sets attributes that the training step of a module reads."
+    cls = type(model)
+    read = {name for method in ("training_step", "forward") for name in read_names(cls, method)[0]}
+    calls = [f"model.{name}{args}" for name, args in _PREPARING.items() if _set_names(cls, name) & read]
+    return [f"{call}  # as Lightning does before it trains" for call in calls]
+
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #f8de4a9a
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
 
