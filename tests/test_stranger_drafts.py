@@ -313,7 +313,7 @@ class Duel:
 def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
     "A critic with a penalty on its gradient: the draft left the generator out, and was refused."
     here = sys.modules[__name__]
-    monkeypatch.setattr(setup_template, "local_modules", lambda: ["__main__", __name__])
+    monkeypatch.setattr(loop_code, "local_modules", lambda: ["__main__", __name__])
     torch.manual_seed(0)
     duel = Duel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(2, 3))
     with Recorder(duel.critic, duel.steps[0], tmp_path / "run", snapshot_every=3) as recorder:
