@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
-from stabilitylab.probe.draft import setup_template
+from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
 from stabilitylab.probe.draft.name_sources import resolved_lines
@@ -61,9 +61,9 @@ def test_a_tensor_that_the_script_computed_is_kept_and_not_computed_again(tmp_pa
     main = SimpleNamespace(labels=labels, table=nn.Parameter(torch.ones(2000)))
     monkeypatch.setitem(sys.modules, "__main__", main)
     draft = Draft()
-    source = setup_template._LoopValues(draft, nn.Linear(2, 1))("labels", labels)
+    source = loop_code.ValueSources(draft, nn.Linear(2, 1))("labels", labels)
     assert source == "kept_values(__file__)['labels']" and not draft.uses_script
-    assert setup_template._LoopValues(draft, nn.Linear(2, 1))("table", main.table) is None
+    assert loop_code.ValueSources(draft, nn.Linear(2, 1))("table", main.table) is None
     box = SimpleNamespace(folder=tmp_path / "blackbox", model=None, optimizers=[])
     recorder = SimpleNamespace(path=tmp_path, box=box)
     monkeypatch.setattr(setup_template, "_draft_or_note", lambda *_: f"labels = {source}\n")
@@ -126,17 +126,17 @@ def made_by(lines, draft):
 
 def test_a_model_whose_arguments_nothing_shows_is_put_together_from_its_parts():
     model, draft, x = Mixer(4, 3), Draft(), torch.randn(2, 4)
-    lines, words = setup_template._model_lines(draft, model, None)
+    lines, words = loop_code.model_lines(draft, model, None)
     copy = made_by("\n".join(lines).split("\n"), draft)
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(x), model(x)) and "from its parts" in words
     assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
     # two names of one weight would be two weights, and an open file has no source
     model.layers[0].weight = model.layers[1][0].body.weight
-    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    assert "TODO" in str(loop_code.model_lines(Draft(), model, None)[0])
     model = Mixer(4, 3)
     model.log = sys.stderr
-    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    assert "TODO" in str(loop_code.model_lines(Draft(), model, None)[0])
 
 
 class Task(nn.Module):
@@ -241,7 +241,7 @@ def test_what_the_script_looks_up_by_a_string_is_imported():
     scope = {"args": argparse.Namespace(model="Mixer"), "Mixer": Mixer, "factor": 2}
     for text in ("eval(args.model)(3, factor)", "globals()[args.model](3, factor)"):
         statement = ast.parse(f"model = {text}").body
-        values = setup_template._LoopValues(Draft(), nn.Module())
+        values = loop_code.ValueSources(Draft(), nn.Module())
         lines, missing = resolved_lines(statement, dict(scope), nn.Module(), values, {}, {}, set())
         assert lines[-1] == "model = Mixer(3, factor)" and not missing
         assert any("Mixer" in line for line in values.draft.imports)
@@ -313,7 +313,7 @@ class Duel:
 def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
     "A critic with a penalty on its gradient: the draft left the generator out, and was refused."
     here = sys.modules[__name__]
-    monkeypatch.setattr(setup_template, "local_modules", lambda: ["__main__", __name__])
+    monkeypatch.setattr(loop_code, "local_modules", lambda: ["__main__", __name__])
     torch.manual_seed(0)
     duel = Duel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(2, 3))
     with Recorder(duel.critic, duel.steps[0], tmp_path / "run", snapshot_every=3) as recorder:
