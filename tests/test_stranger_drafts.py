@@ -1,5 +1,7 @@
 "Drafts of programs that nobody here had written, as far as they can be made without running one."
 
+import argparse
+import ast
 import enum
 import functools
 import sys
@@ -12,16 +14,19 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
-from stabilitylab.probe.draft import setup_template
+from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
+from stabilitylab.probe.draft.name_sources import resolved_lines
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
+from stabilitylab.probe.draft.trainer_code import prepared
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.script import definitions
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
+from stabilitylab.replay.user_code import function_at
 
 
 class Actor(nn.Module):
@@ -56,9 +61,9 @@ def test_a_tensor_that_the_script_computed_is_kept_and_not_computed_again(tmp_pa
     main = SimpleNamespace(labels=labels, table=nn.Parameter(torch.ones(2000)))
     monkeypatch.setitem(sys.modules, "__main__", main)
     draft = Draft()
-    source = setup_template._LoopValues(draft, nn.Linear(2, 1))("labels", labels)
+    source = loop_code.ValueSources(draft, nn.Linear(2, 1))("labels", labels)
     assert source == "kept_values(__file__)['labels']" and not draft.uses_script
-    assert setup_template._LoopValues(draft, nn.Linear(2, 1))("table", main.table) is None
+    assert loop_code.ValueSources(draft, nn.Linear(2, 1))("table", main.table) is None
     box = SimpleNamespace(folder=tmp_path / "blackbox", model=None, optimizers=[])
     recorder = SimpleNamespace(path=tmp_path, box=box)
     monkeypatch.setattr(setup_template, "_draft_or_note", lambda *_: f"labels = {source}\n")
@@ -121,17 +126,17 @@ def made_by(lines, draft):
 
 def test_a_model_whose_arguments_nothing_shows_is_put_together_from_its_parts():
     model, draft, x = Mixer(4, 3), Draft(), torch.randn(2, 4)
-    lines, words = setup_template._model_lines(draft, model, None)
+    lines, words = loop_code.model_lines(draft, model, None)
     copy = made_by("\n".join(lines).split("\n"), draft)
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(x), model(x)) and "from its parts" in words
     assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
     # two names of one weight would be two weights, and an open file has no source
     model.layers[0].weight = model.layers[1][0].body.weight
-    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    assert "TODO" in str(loop_code.model_lines(Draft(), model, None)[0])
     model = Mixer(4, 3)
     model.log = sys.stderr
-    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    assert "TODO" in str(loop_code.model_lines(Draft(), model, None)[0])
 
 
 class Task(nn.Module):
@@ -229,6 +234,114 @@ def test_the_draft_of_a_model_in_bf16_leaves_the_buffers_that_are_in_float32():
     assert torch.equal(names["model"].inv_freq, model.inv_freq)
     assert cast_source(Draft(), model.bfloat16(), "Rotary()") == "Rotary().to(torch.bfloat16)"
     assert cast_source(Draft(), Rotary(), "Rotary()") == "Rotary()"
+
+
+def test_what_the_script_looks_up_by_a_string_is_imported():
+    "A time series program made `eval(args.model).Model(args)`: the draft did not import the module."
+    scope = {"args": argparse.Namespace(model="Mixer"), "Mixer": Mixer, "factor": 2}
+    for text in ("eval(args.model)(3, factor)", "globals()[args.model](3, factor)"):
+        statement = ast.parse(f"model = {text}").body
+        values = loop_code.ValueSources(Draft(), nn.Module())
+        lines, missing = resolved_lines(statement, dict(scope), nn.Module(), values, {}, {}, set())
+        assert lines[-1] == "model = Mixer(3, factor)" and not missing
+        assert any("Mixer" in line for line in values.draft.imports)
+
+
+class Rays(nn.Module):
+    "As a module of Lightning that reads what Lightning's own calls set."
+
+    def setup(self, stage):
+        self.white = stage == "fit"
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        return self.optimizer
+
+    def forward(self, x):
+        return x * self.white
+
+    def training_step(self, batch, batch_idx):
+        return self(batch) * self.optimizer.param_groups[0]["lr"]
+
+
+class PlainRays(nn.Module):
+    setup, configure_optimizers = Rays.setup, Rays.configure_optimizers
+
+    def forward(self, x):
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return self(batch)
+
+
+def test_a_lightning_module_is_prepared_where_its_step_reads_what_lightning_sets():
+    model = Rays()
+    for line in prepared(model):
+        exec(line, {"model": model})
+    assert model.training_step(torch.ones(1), 0) == 0.1
+    assert prepared(PlainRays()) == []
+
+
+class Duel:
+    "A trainer whose critic is recorded; the loss needs its generator."
+
+    def __init__(self, critic, generator):
+        self.critic, self.generator = critic, generator
+        self.steps = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
+
+    def penalty(self, real, made):
+        between = (real + made).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def critic_step(self, real, recorder):
+        made = self.generator(torch.randn(len(real), 2))
+        loss = self.critic(made).mean() - self.critic(real).mean() + self.penalty(real, made)
+        self.steps[0].zero_grad()
+        loss.backward()
+        self.steps[0].step()
+        recorder.step(loss)
+        self.steps[1].zero_grad()
+        (-self.critic(self.generator(torch.randn(4, 2))).mean()).backward()
+        self.steps[1].step()
+
+    def epoch(self, data, recorder):
+        for real in data:
+            self.critic_step(recorder.batch(real), recorder)
+
+
+def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
+    "A critic with a penalty on its gradient: the draft left the generator out, and was refused."
+    here = sys.modules[__name__]
+    monkeypatch.setattr(loop_code, "local_modules", lambda: ["__main__", __name__])
+    torch.manual_seed(0)
+    duel = Duel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(2, 3))
+    with Recorder(duel.critic, duel.steps[0], tmp_path / "run", snapshot_every=3) as recorder:
+        duel.epoch(torch.randn(6, 4, 3), recorder)
+    monkeypatch.setitem(sys.modules, __name__, here)
+    result = examine(tmp_path / "run", 5, swap=False)
+    assert result.exact and result.check.is_step and not result.left_out
+    assert result.samples.attrs["draws"]  # a sample alone is given noise of its own
+
+
+def test_packages_of_a_folder_in_the_path_are_not_imported_again(tmp_path, monkeypatch):
+    "A trial loads a setup several times: a package with C code beside the program failed at the second."
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/once_only.py").write_text(
+        "import sys\nassert not hasattr(sys, '_once'), 'twice'\nsys._once = 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "own.py").write_text("value = 1\n")
+    draft = tmp_path / "replay_setup.py"
+    draft.write_text(
+        f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(tmp_path / 'site')!r}]\nimport once_only, own\n"
+        "from stabilitylab import Setup\ndef setup(path): return Setup(None, None)\n"
+    )
+    try:
+        first = function_at(str(draft)).__globals__["own"]
+        assert function_at(str(draft)).__globals__["own"] is not first
+    finally:
+        vars(sys).pop("_once", None)
 
 
 def distance_loss(model, weight):

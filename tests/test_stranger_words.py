@@ -12,21 +12,30 @@ import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
+from stabilitylab.detect.context import run_context
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_no_gradient
+from stabilitylab.detect.layers.parameters import (
+    find_grad_below_epsilon,
+    find_lost_updates,
+    find_no_gradient,
+    find_wide_init,
+)
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
+from stabilitylab.detect.loss.trend import find_not_learning
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
 from stabilitylab.fixes.training import Training
 from stabilitylab.investigation import plan
+from stabilitylab.knowledge.remedies import REMEDIES_SHOWN, choose_remedies
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
+from stabilitylab.probe.blackbox import rng_state
 from stabilitylab.replay.blame import blame
-from stabilitylab.replay.rounded_step import StepPrecision, _casts, _regimes
+from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, _regimes
 from stabilitylab.replay.state import Batch, Setup, Snapshot
-from stabilitylab.replay.swap import SwapTest, _decide
+from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
-from stabilitylab.report.step import step_text
+from stabilitylab.report.step import replay_text, step_text
 from stabilitylab.trial import start
 from stabilitylab.trial.arm import Arm, run_arm
 from stabilitylab.trial.start import Start
@@ -89,7 +98,7 @@ def test_samples_are_found_in_arrays_and_refused_where_the_gradient_is_zero():
         blame(of_arrays, Batch([(torch.eye(3).to_sparse(), torch.ones(3, 3))]))
 
 
-@pytest.mark.parametrize(("rms", "n"), [(0.2, 0), (3e-9, 1)])
+@pytest.mark.parametrize(("rms", "n"), [(0.2, 0), (3e-9, 1), (0.0, 0)])
 def test_zeros_of_inactive_units_are_not_below_epsilon(rms, n):
     run = run_of([1.0] * 20)
     coordinates = {"step": np.arange(20), "param": ["mlp.weight"], "kind": ("param", ["mlp"])}
@@ -336,3 +345,181 @@ def test_an_epsilon_that_fp16_turns_to_zero_is_tried_as_one_that_it_holds():
     assert of_run.parameters == {"eps": 1e-4} and "1e-08 is 0 in fp16" in of_run.reason
     other = Finding("divergence", "error", 0)
     assert not _evidence_of("adam_eps", [other], run_of([0.86])).parameters
+
+
+def test_samples_weigh_by_their_labels_where_the_model_ignores_the_items_it_is_given():
+    "A tagger: `0.385 of the loss`, and `their mean loss is 4.378` of a loss of 0.59."
+    labels = torch.tensor([[1, 1, 0, 1], [1, -100, -100, -100], [0, 1, -100, -100]])
+    part = {"x": torch.randn(3, 4, 3), "labels": labels, "num_items_in_batch": torch.tensor(7)}
+
+    def tagged(model, batch):
+        counts = batch["labels"] >= 0
+        return (model(batch["x"])[..., 0] - batch["labels"]).square()[counts].mean()
+
+    state = state_of(tagged)
+    table = blame(state, Batch([part]))
+    assert not table.attrs["is_part"] and table.tokens.tolist() == [4, 1, 2]
+    assert table.attrs["loss"] == pytest.approx(float(tagged(state.build()[0], part)), rel=1e-5)
+
+
+def test_samples_of_a_loss_that_takes_a_gradient_itself():
+    def penalised(model, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()
+
+    assert len(blame(state_of(penalised), Batch([torch.randn(4, 3)]))) == 4
+    state = state_of(penalised)
+    assert _attention(state, Batch([torch.randn(4, 3)])) is None  # no attention, and no fault of the loss
+    setup = theirs(state.setup)
+    state = replace(state, setup=setup)
+    _, left_out = _casts(state, state.build()[0], torch.randn(4, 3), "bf16")
+    assert set(left_out.values()) == {"its loss takes a gradient itself"}
+
+
+def test_a_part_of_the_loss_is_told_beside_the_whole():
+    rows = [{"sample": i, "loss": 0.4, "grad_norm": 1.0, "share": 0.5, "cosine": 0.9} for i in range(2)]
+    step = {"run": "run", "step": 1, "loss": 2.33, "recorded_loss": None, "grad_norm": 1, "update_norm": 1}
+    of_loss = {"samples": rows, "samples_are_parts": True, "samples_loss": 2.331}
+    assert "0: 50% of the gradient, 0.4 of the loss of 2.331;" in replay_text(step | of_loss)
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "bad draw"), (1e3, "bad batch")])
+def test_a_batch_whose_random_numbers_alone_are_out_of_line_is_not_bad(scale, verdict):
+    "A flow model drew a time next to 1, where its loss is 100 times the usual: `bad batch`."
+
+    def loss(model, x):
+        return ((model(x) - 1) / torch.rand(())).square().mean()
+
+    setup = Setup(lambda: torch.nn.Linear(3, 1), loss, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3))
+    torch.manual_seed(0)
+    states = [Snapshot(setup, setup.model().state_dict(), step=i, name=f"state {i}") for i in range(4)]
+    found = {}
+    for seed in range(300):
+        torch.manual_seed(seed)
+        found[seed] = float(torch.rand(()))
+    usual = [seed for seed in found if 0.6 < found[seed] < 0.9][:4]
+    rare = min(found, key=lambda seed: found[seed]) if scale == 1 else usual[3]
+    batches = []
+    for seed, factor in zip([*usual[:3], rare], [1, 1, 1, scale], strict=True):
+        x = factor * torch.randn(8, 3)
+        torch.manual_seed(seed)
+        batches.append(Batch([x], rng=[rng_state()]))
+    swap = swap_test(states, batches, progress=False)
+    assert swap.verdict == verdict and ("its samples are ordinary" in swap.words) is (verdict == "bad draw")
+    assert bool(swap.bad_in_a_row) is (verdict == "bad batch")
+
+
+def test_a_loss_that_scatters_says_which_fall_would_show():
+    "A flow model's median loss fell from 8.6 to 1.8: `a fall of a few hundredths would not show`."
+    loss = np.exp(np.random.default_rng(0).normal(0, 1.5, 60))
+    (found,) = find_not_learning(run_of(loss=np.where(np.arange(60) % 7 == 3, 40 * loss, loss)))
+    bound = found.evidence["note"].removeprefix("The records scatter so widely that a fall of less than ")
+    assert found.severity == "info" and float(bound.split()[0]) > 1
+
+
+def weights_of(std, shape, kind="mlp.fc1"):
+    "A record of the first step of one matrix."
+    run = run_of([1.0] * 3)
+    coordinates = {"step": np.arange(3), "param": ["fc.weight"], "kind": ("param", [kind])}
+    norm = np.full((3, 1), std * np.sqrt(np.prod(shape)))
+    run["weights"] = xr.DataTree(xr.Dataset({"weight_norm": (("step", "param"), norm)}, coordinates))
+    run.attrs["shapes"] = {"fc.weight": list(shape)}
+    return run
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(1.0, "info"), (1.3, "warning")])
+def test_the_initialization_that_is_meant_for_relu_is_a_note(factor, severity):
+    (found,) = find_wide_init(weights_of(factor * np.sqrt(2 / 32), (64, 32)))
+    assert found.severity == severity
+    assert explain(found).endswith("before a ReLU.") is (severity == "info")
+
+
+def test_a_batch_that_is_not_finite_at_the_very_first_step_is_blamed(tmp_path):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(6):
+            x = torch.randn(4, 3)
+            x[1, 1] = float("nan") if step == 0 else 0.0
+            loss = model(recorder.batch(x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    cause = most_likely(diagnose(read_runs(tmp_path / "run")["run"]))
+    assert cause.id == "bad_inputs" and cause.step == 0
+
+
+def test_lost_updates_of_a_step_with_a_low_rate_are_told_as_such():
+    "At the end of a cosine, with a rate of 0.1 % of the highest, all updates are lost in bf16."
+    update = {"param": "fc.bias", "lost": 1.0, "kept": 0.0, "kept_stochastic": 0.0}
+    rows = [update | {"kept_stochastic_sd": 26.8}, update | {"param": "fc.weight", "kept_stochastic_sd": 0.2}]
+    result = {
+        "run": "r",
+        "step": 49,
+        "format": "bf16",
+        "micro_batches": 1,
+        "casts": {},
+        "eps": [],
+        "loss": 1.0,
+    }
+    result |= {"attention": None, "left_out": {}, "warning": "", "updates": rows}
+    text = step_text(result | {"rate_share": 0.0011})
+    assert "learning rate is 0.11% of its highest" in text and text.count("one draw cannot tell") == 1
+    assert "highest" not in step_text(result | {"rate_share": 0.4}) and "2680" not in text
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("bfloat16", 1), ("float32", 0)])
+def test_weights_in_bf16_that_never_move_lose_their_updates(dtype, n):
+    "A short run in bf16 with a rate from 0 on: the one sampled step had no update, and nothing was told."
+    run = run_of(loss=[3.0] * 20, lr=np.r_[0.0, np.full(19, 1e-5)])
+    coordinates = {
+        "step": np.arange(20),
+        "param": ["norm.weight", "fc.weight"],
+        "kind": ("param", ["norm", "mlp"]),
+    }
+    table = lambda name, *row: xr.DataTree(  # noqa: E731
+        xr.Dataset({name: (("step", "param"), np.tile(np.array(row), (20, 1)))}, coordinates)
+    )
+    run["gradients"], run["updates"] = table("grad_norm", 0.1, 0.1), table("update_norm", 0.0, 1e-4)
+    first = {"step": [0], "param": coordinates["param"], "kind": coordinates["kind"]}
+    run["sampled_updates"] = xr.DataTree(
+        xr.Dataset({"lost_frac": (("step", "param"), np.full((1, 2), np.nan))}, first)
+    )
+    run.attrs["dtypes"] = dict.fromkeys(coordinates["param"], dtype)
+    found = find_lost_updates(run)
+    assert len(found) == n and all(f.modules == ("norm.weight",) and f.onset == 1 for f in found)
+    run.attrs["shapes"] = {"norm.weight": [8], "fc.weight": [8, 8]}
+    assert [f.severity for f in [*found, *find_lost_updates(run)]] == ["warning", "info"] * n
+
+
+@pytest.mark.parametrize("kinds", [["conv", "other"], ["attn.q", "mlp.fc1"], None])
+def test_reports_about_attention_are_not_told_of_a_model_without_it(kinds):
+    "The critic of a GAN that did not learn was told of relative positions."
+    run = run_of([1.0] * 3)
+    if kinds is not None:
+        coordinates = {"step": np.arange(3), "module": ["a", "b"], "kind": ("module", kinds)}
+        rms = (("step", "module"), np.ones((3, 2)))
+        run["activations"] = xr.DataTree(xr.Dataset({"rms": rms}, coordinates))
+    rows = choose_remedies("not_learning", run_context(run, []))
+    names, told = [row["name"] for row in rows], kinds != ["conv", "other"]
+    at = names.index("Absolute and relative positions together")
+    assert (at < REMEDIES_SHOWN) is told and "attention" not in rows[at].get("fits", [])
+
+
+def test_the_columns_of_lost_updates_stand_below_each_other_whatever_the_names():
+    names = ["fc.bias", "model.layers.0.post_attention_layernorm.weight"]
+    row = {"lost": 1.0, "kept": 0.0, "kept_stochastic": 0.0, "kept_stochastic_sd": 0.1}
+    rows = [row | {"param": name} for name in names]
+    result = {
+        "run": "r",
+        "step": 49,
+        "format": "bf16",
+        "micro_batches": 1,
+        "casts": {},
+        "eps": [],
+        "loss": 1.0,
+    }
+    text = step_text(result | {"attention": None, "left_out": {}, "warning": "", "updates": rows})
+    lines = [line for line in text.splitlines() if "100.0%" in line]
+    assert len({line.index("100.0%") for line in lines}) == 1 and len(lines) == 2

@@ -19,8 +19,9 @@ from stabilitylab import Recorder, diagnose, open_run, replayable_steps
 from stabilitylab.cli.main import main
 from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
+from stabilitylab.probe.draft.loop_code import ValueSources
 from stabilitylab.probe.draft.python_source import Draft
-from stabilitylab.probe.draft.setup_template import _LoopValues, setup_source
+from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
@@ -305,9 +306,9 @@ def test_a_table_of_another_file_of_the_program_is_imported(tmp_path, monkeypatc
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
     kinds = importlib.import_module("tables_of_theirs").KINDS
     draft = Draft()
-    assert _LoopValues(draft, nn.Linear(2, 1))("KINDS", kinds) == "KINDS"
+    assert ValueSources(draft, nn.Linear(2, 1))("KINDS", kinds) == "KINDS"
     assert "from tables_of_theirs import KINDS" in draft.imports
-    assert _LoopValues(Draft(), nn.Linear(2, 1))("KINDS", dict(kinds)) is None  # not the file's own
+    assert ValueSources(Draft(), nn.Linear(2, 1))("KINDS", dict(kinds)) is None  # not the file's own
     del sys.modules["tables_of_theirs"]
 
 

@@ -15,7 +15,7 @@ import xarray as xr
 from .findings import Finding
 from .limits import count_limit, limit
 from ..knowledge.remedies import RunContext
-from ..run.curves import curve, loss_curve, scalars_of, step_interval
+from ..run.curves import curve, group_of, loss_curve, scalars_of, step_interval
 
 # %% ../../nbs/api/detect/28_context.ipynb #ee39c052
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16", "half": "fp16"}
@@ -100,6 +100,16 @@ def _traits(settings: dict, findings: list[Finding]) -> tuple[str, ...]:
         traits.append("resumed")
     return tuple(traits)
 
+
+def _parts(run: xr.DataTree) -> tuple[str, ...]:
+    "Whether a model has attention and embeddings; () where its modules were not recorded."
+    modules = group_of(run, "activations")
+    if modules is None or "kind" not in modules:
+        return ()
+    words = " ".join([*modules.module.values.astype(str), *modules.kind.values.astype(str)]).lower()
+    parts = [part for part, mark in (("attention", "att"), ("embedding", "embed")) if mark in words]
+    return tuple(parts) or ("neither",)
+
 # %% ../../nbs/api/detect/28_context.ipynb #da10c035
 def run_context(
     run: xr.DataTree,  # a record
@@ -112,6 +122,7 @@ def run_context(
         optimizer=_optimizer(settings),
         size=_size(settings),
         traits=_traits(settings, findings),
+        parts=_parts(run),
     )
 
 # %% ../../nbs/api/detect/28_context.ipynb #9b6b1e8d

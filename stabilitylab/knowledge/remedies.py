@@ -160,6 +160,7 @@ class RunContext:
     phase: str = ""  # 'start', 'middle' or 'late': the part of the run in which the failure occurred
     size: str = ""  # model size, 'small' or 'large'
     traits: tuple[str, ...] = ()  # any of 'lora', 'frozen', 'resumed'
+    parts: tuple[str, ...] = ()  # of 'attention' and 'embedding' those in the model, or 'neither'
 
     def of(
         self,
@@ -190,6 +191,8 @@ def _fit_of(
     must_be_known, meets = wanted.pop("known", []), []
     for name, values in wanted.items():
         have = context.of(name)
+        if name == "parts" and (not have or _meets(have, values)):
+            continue  # that a model has what a report is about is no reason to prefer the report
         if _meets(have, values):
             meets += [value for value in values if _meets(have, [value])]
         elif have or name in must_be_known:

@@ -100,10 +100,16 @@ def _label_counts(part: object) -> Iterator[list[int]]:
 _ADDS_UP = 0.01  # by which share the samples' losses may miss that of the batch: our convention
 
 
+def _value(setup: Setup, model: torch.nn.Module, part: object) -> float:
+    "The loss as a number; with a graph, as a loss may take gradients itself, such as a penalty on them."
+    with torch.enable_grad():
+        return float(setup.loss(model, part).detach())
+
+
 def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, n_samples: int) -> np.ndarray:
     "The loss of each sample; raises where the loss is one of several samples together."
     try:
-        return np.array([float(setup.loss(model, _sample(part, i))) for i in range(n_samples)])
+        return np.array([_value(setup, model, _sample(part, i)) for i in range(n_samples)])
     except Exception as error:  # code that nobody here has read
         setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
         raise InputError(
@@ -118,13 +124,11 @@ def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list
     n_samples = _count_samples(part)
     if n_samples == 1:
         return None, has_items(part)
-    with torch.no_grad():
-        losses = _losses_alone(setup, model, part, n_samples)
-        together = float(setup.loss(model, part))
+    losses, together = _losses_alone(setup, model, part, n_samples), _value(setup, model, part)
     if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
         return None, False  # they weigh the same, whatever their length
-    # not every model that is given the number of items divides by it
-    if has_items(part) or np.isclose(losses.sum(), together, rtol=_ADDS_UP, atol=0):
+    # not every model that is given the number of items divides by it: the losses themselves tell
+    if np.isclose(losses.sum(), together, rtol=_ADDS_UP, atol=0):
         return None, True
     for counts in _label_counts(part):
         some = np.array(counts) > 0
@@ -132,7 +136,8 @@ def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list
             np.average(losses[some], weights=np.array(counts)[some]), together, 1e-5
         ):
             return counts, False
-    return None, False
+    is_mean_nearer = abs(losses.mean() - together) < abs(losses.sum() - together)
+    return None, has_items(part) and not is_mean_nearer
 
 
 def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[_Sample]:
@@ -208,8 +213,7 @@ def _is_same_loss(together: float, step_loss: float | None) -> bool:
 def _draws(setup: Setup, model: torch.nn.Module, batch: Batch) -> bool:
     "Whether a loss is another one when it is taken again: random numbers are drawn in evaluation mode."
     part = _sample(batch.parts[0], 0)
-    with torch.no_grad():
-        return float(setup.loss(model, part)) != float(setup.loss(model, part))
+    return _value(setup, model, part) != _value(setup, model, part)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #732f6de6
 def blame(

@@ -193,7 +193,7 @@ def resume_check(
     table.attrs["next_step_equal"] = is_equal
     return table
 
-# %% ../../nbs/api/replay/07_resume.ipynb #218cbc05
+
 class RerunVerdict(NamedTuple):
     "The verdict from repeats of a suspicious step, with the recommended action."
 
@@ -204,7 +204,7 @@ class RerunVerdict(NamedTuple):
         "The verdict as plain data for JSON."
         return self._asdict()
 
-
+# %% ../../nbs/api/replay/07_resume.ipynb #218cbc05
 _LEAVES = {
     "transient fault": "the repeat gave another result: a passing hardware or software fault. Go on from"
     " the last checkpoint, and watch this device.",
@@ -216,6 +216,7 @@ _LEAVES = {
 }
 _AFTER_SWAP = {  # verdict of `swap_test` -> what to do
     "bad batch": "skip or repair this batch; look at `blame`.",
+    "bad draw": "the samples are ordinary: look at what the step draws at random, and at its range.",
     "bad state": "the cause lies before this step: test an earlier snapshot.",
     "bad batch and bad state": "go back to an earlier snapshot and leave this batch out.",
     "combination": "PaLM's case: go back some steps and skip these batches; the same data may pass later.",

@@ -32,7 +32,9 @@ from .snapshot import load_batch
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay
 from .user_code import faults_in_one_line
+from ..run.curves import curve
 from ..run.job import report_progress
+from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #b8653b4b
 def _rows(table: pd.DataFrame | None) -> list[dict] | None:
@@ -60,6 +62,7 @@ class StepPrecision:
     micro_batches: int = 1  # of the step
     warning: str = ""  # why the measured step is not the recorded one; '' where it is
     loss: float = float("nan")  # of the whole step as it was trained, nats
+    rate_share: float = 1.0  # learning rate of the step over the highest in the record; 1 where unknown
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
         "The results as plain data, with tables as lists of rows."
@@ -75,6 +78,7 @@ class StepPrecision:
             "left_out": self.left_out,
             "warning": self.warning,
             "loss": self.loss,
+            "rate_share": self.rate_share,
         }
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
@@ -97,9 +101,10 @@ def _casts(
     except Exception as error:
         if not hasattr(error, "stabilitylab_part"):
             raise
-        return {}, dict.fromkeys(
-            words, f"in evaluation mode the program fails: {error}".splitlines()[0][:200]
-        )
+        why = f"in evaluation mode the program fails: {error}"
+        if "does not require grad" in str(error):  # the pass that looks for the rounding has no graph
+            why = "its loss takes a gradient itself"
+        return {}, dict.fromkeys(words, why.splitlines()[0][:200])
     narrow = snapshot.build(dtype=dtype)[0].eval()
     try:
         casts[words[1]] = find_loss_cast(narrow, _in_format(part, dtype), loss)
@@ -186,6 +191,13 @@ def _attention(
     finally:
         set_rng_state(outside)
 
+
+def _rate_share(recording: Recording, rate: float | None) -> float:
+    "The learning rate of a step over the highest in the record; 1 where there is none."
+    rates = curve(recording.run, "lr")
+    highest = 0.0 if rates is None else float(rates.value.max())
+    return rate / highest if rate is not None and highest > 0 else 1.0
+
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #9849222d
 def step_precision(
     run: str | Path,  # folder of a record with a black box
@@ -238,4 +250,5 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
         micro_batches=len(batch.parts),
         warning=warning,
         loss=after.loss,
+        rate_share=_rate_share(opened(run), way.steps[-1].recorded.get("lr")),
     )

@@ -7,7 +7,7 @@ __all__ = ['SwapTest', 'swap_test']
 
 # %% ../../nbs/api/replay/03_swap.ipynb #5170124e
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -22,6 +22,8 @@ from .step import replay
 # %% ../../nbs/api/replay/03_swap.ipynb #10c82d85
 _VERDICTS = {
     "bad batch": "the batch is out of line from every state",
+    "bad draw": "the batch is out of line from every state with the random numbers of its step (times, noise,"
+    " masks), and like the others with those of other steps: its samples are ordinary",
     "bad state": "the state is out of line with every batch",
     "bad batch and bad state": "both are out of line, each on its own",
     "combination": "only this batch in this state is out of line",
@@ -284,6 +286,29 @@ def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
     return 0
 
 
+def _of_draws(
+    verdict: str,
+    cells: dict[str, np.ndarray],
+    states: Sequence[Snapshot],
+    batches: Sequence[Batch],
+    device: str | None,
+    factor: float,
+) -> str:
+    "The verdict; 'bad draw' where the bad batch is like the others with the random numbers of other batches."
+    *controls, suspect = batches
+    has_draws = suspect.rng and all(len(batch.rng) == len(suspect.rng) for batch in controls)
+    if verdict != "bad batch" or not has_draws:
+        return verdict
+    # another one for each state: a single draw might itself be out of line
+    drawn = [replace(suspect, rng=controls[i % len(controls)].rng) for i in range(len(states))]
+    steps = [replay(state, batch, device, record=False) for state, batch in zip(states, drawn, strict=True)]
+    tables = {}
+    for name, values in cells.items():
+        column = [*(getattr(step, name) for step in steps), np.nan]  # the suspect state is not run
+        tables[name] = np.column_stack([values[:, :-1], column])
+    return verdict if _is_bad_batch(tables, factor) else "bad draw"
+
+
 def _bad_after(
     cells: dict[str, np.ndarray],
     states: Sequence[Snapshot],
@@ -331,6 +356,7 @@ def swap_test(
     before, n = _bad_before(judged, min_factor), shape[1]
     judged = _columns(judged, [*range(n - 1 - before), n - 1])  # bad batches are no controls
     verdict, decided_by, evidence = _decide(judged, min_factor)
+    verdict = _of_draws(verdict, judged, snapshots[:-1], batches, device, min_factor)
     is_bad = "bad batch" in verdict
     after = _bad_after(judged, snapshots[:-1], later, device, min_factor) if is_bad else 0
     table = xr.Dataset(

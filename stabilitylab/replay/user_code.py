@@ -154,9 +154,6 @@ def faults_in_one_line() -> Iterator[None]:  # for the block that runs a setup f
         hint = getattr(error, "stabilitylab_hint", "")
         raise InputError(f"`setup.{part}` failed{where}: {type(error).__name__}: {words}{hint}") from error
 
-# %% ../../nbs/api/replay/10_user_code.ipynb #0ac5800d
-_loaded: dict[str, list] = {"folders": [], "before": []}  # what the last file put in the path, what was there
-
 
 def _place_of_module(module: ModuleType) -> str:
     "The file of a module; the folder of a package without one."
@@ -165,17 +162,30 @@ def _place_of_module(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or (path[0] if path else "")
 
 
+def _inside(folder: str) -> str:
+    "How the paths of all that lies in a folder begin."
+    return str(Path(folder).resolve()) + os.sep
+
+# %% ../../nbs/api/replay/10_user_code.ipynb #0ac5800d
+# what the last file put in the path, which of it stood there already, and the modules that were there
+_loaded: dict[str, list] = {"folders": [], "known": [], "before": []}
+
+
 def _forget() -> None:
     "Take away what an earlier file brought along: another run may have a module of the same name."
-    folders = tuple(str(Path(folder).resolve()) + os.sep for folder in _loaded["folders"])
+    # a folder that stood in the path before holds the same modules for every file, and packages among them
+    # that cannot be imported twice
+    is_new = {_inside(folder): True for folder in _loaded["folders"]}
+    is_new |= {_inside(folder): False for folder in _loaded["known"]}
     files = {name: _place_of_module(sys.modules[name]) for name in set(sys.modules) - set(_loaded["before"])}
-    for name, file in files.items() if folders else ():
-        if str(Path(file).resolve()).startswith(folders) and _is_theirs(file):
+    for name, file in files.items() if _loaded["folders"] else ():
+        around = [folder for folder in is_new if str(Path(file).resolve()).startswith(folder)]
+        if around and is_new[max(around, key=len)] and _is_theirs(file):
             del sys.modules[name]
     for folder in _loaded["folders"]:
         if folder in sys.path:
             sys.path.remove(folder)
-    _loaded.update(folders=[], before=[])
+    _loaded.update(folders=[], known=[], before=[])
 
 
 def _from_file(file: Path) -> ModuleType:
@@ -194,7 +204,10 @@ def _from_file(file: Path) -> ModuleType:
         with _within(_directory_of(str(file))):
             spec.loader.exec_module(module)
     finally:  # a draft adds the folder of its training script
-        _loaded.update(folders=list((Counter(sys.path) - path).elements()), before=before)
+        folders = list((Counter(sys.path) - path).elements())
+        # in a notebook the path begins with the working directory, whose files are edited and loaded anew
+        stood = [folder for folder in path if folder not in ("", os.getcwd())]
+        _loaded.update(folders=folders, known=stood, before=before)
     return module
 
 

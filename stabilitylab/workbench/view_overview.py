@@ -17,8 +17,7 @@ from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
 from ..names.findings import FINDING_KINDS
-from ..plot.findings import flags_of, panels_of
-from ..plot.look import x_axes
+from ..plot.findings import flags_of
 from ..plot.picture import in_range, page_svg
 from ..plot.theme import COLOURS
 from ..report.content import steps_text
@@ -33,7 +32,6 @@ from stabilitylab.workbench.parts import (
     button,
     column,
     on,
-    refill,
     row,
     run_lines,
     set_visible,
@@ -47,6 +45,7 @@ from stabilitylab.workbench.state import (
     run_action,
     scene_shown,
 )
+from .view_series import SeriesControls, drawn_series
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #411ac6bc
 _NOTES = {
@@ -162,16 +161,11 @@ def _marks(
 _MOST_ROWS = 50_000  # of a table that a page hands over
 
 
-def _drawn_series(state: WorkbenchState) -> list[str]:
-    "The series of the picture, the hidden ones among them."
-    return list(state.drawn) or panels_of(state.run, state.findings)
-
-
 def _overview_call(
     state: WorkbenchState,  # with a run
 ) -> str:  # Python that can be run by itself
     "The calls that make the picture."
-    names = state.look.visible(_drawn_series(state))
+    names = state.look.visible(drawn_series(state))
     lines = [
         *run_lines(state),
         "from stabilitylab import diagnose, plot_findings",
@@ -187,7 +181,7 @@ def _export_html(
 ) -> str:  # HTML: links that save a file
     "The picture as PNG and SVG, and its data as CSV."
     # what is hidden by the legend is saved all the same: the legend changes the look, not the data
-    names, part = _drawn_series(state), in_range(state.run, tuple(state.x_range) or None)
+    names, part = drawn_series(state), in_range(state.run, tuple(state.x_range) or None)
     files, notes = [("picture.png", "image/png", picture_of(state, sharp=2)[0])], []
     if names:
         files.append(("picture.svg", "image/svg+xml", page_svg(part, state.findings, names).encode()))
@@ -202,7 +196,7 @@ def _export_html(
 
 def _legend(state: WorkbenchState) -> list[dict]:  # name, label and colour
     "What can be hidden below the picture: the drawn series, where there is more than one."
-    names = _drawn_series(state)
+    names = drawn_series(state)
     # validation is drawn into the panel of the loss, so its entry stands beside it
     if "val_loss" in state.series and names[:1] == ["loss"]:
         names = [names[0], "val_loss", *(name for name in names[1:] if name != "val_loss")]
@@ -210,75 +204,6 @@ def _legend(state: WorkbenchState) -> list[dict]:  # name, label and colour
     pairs = zip(names, shades, strict=True)
     rows = [{"name": name, "label": spaced(name), "colour": shade} for name, shade in pairs]
     return rows if len(rows) > 1 else []
-
-# %% ../../nbs/api/workbench/03_view_overview.ipynb #ee674963
-_WINDOWS = [("none", 0), *((str(n), n) for n in (5, 11, 21, 51, 101, 501, 1001))]  # records
-_SCALES = {  # name -> (`WorkbenchState.log`, tooltip)
-    "auto": (None, "logarithmic where the series spans a factor of 20"),
-    "linear": (False, "linear axis"),
-    "log": (True, "logarithmic axis"),
-}
-
-# %% ../../nbs/api/workbench/03_view_overview.ipynb #e119856b
-class SeriesControls:
-    "Which series are drawn, and how."
-
-    def __init__(
-        self,
-        state: WorkbenchState,  # with a run
-    ):
-        self.state = state
-        self.names = widgets.SelectMultiple(rows=4, layout={"width": "260px"})
-        self.names.tooltip = "series drawn; Ctrl-click for several"
-        self.scale = widgets.ToggleButtons(
-            options=[(name, value) for name, (value, _) in _SCALES.items()],
-            style={"button_width": "64px"},
-            tooltips=[tooltip for _, tooltip in _SCALES.values()],
-        )
-        self.smooth = widgets.SelectionSlider(
-            options=_WINDOWS, description="Mean of", layout={"width": "250px"}
-        )
-        self.smooth.tooltip = "records of the moving mean; the raw curve stays behind it"
-        self.along = widgets.Dropdown(description="Along", layout={"width": "200px"})
-        self.along.tooltip = "what the axis counts"
-        ranges = widgets.HBox(
-            [
-                button("Show all steps", "expand", "the whole run again", self.show_all),
-                button("", "undo", "the range before the last zoom (Z)", state.undo),
-                button("", "repeat", "the range that was undone (Y)", state.redo),
-            ]
-        )
-        pale = {"text_color": "var(--jp-ui-font-color2, #616161)"}
-        which = widgets.Label("Series drawn (Ctrl-click for several)", style=pale)
-        scale = widgets.Label("Axis of the first one", style=pale)
-        columns = [which, self.names], [scale, self.scale, ranges], [self.smooth, self.along]
-        self.children = [column(*parts) for parts in columns]
-        on(self.smooth, "value", lambda window: state.set_trait("smooth", window))
-        on(self.along, "value", lambda axis: state.set_trait("along", axis or "step"))
-        on(self.scale, "value", lambda log: state.set_trait("log", log))
-        on(self.names, "value", self.choose)
-
-    def show_all(self) -> None:
-        "The whole run again, with every value."
-        self.state.x_range = self.state.y_range = ()
-
-    def refill(self) -> None:
-        "Shows the series of the run."
-        state = self.state
-        axes = x_axes(state.run["scalars"].to_dataset()) if state.series else ["step"]
-        refill(self.along, axes, state.along if state.along in axes else "step")
-        drawn = _drawn_series(state)
-        refill(self.names, state.series, tuple(name for name in state.series if name in drawn))
-
-    def choose(
-        self,
-        chosen: tuple[str, ...],  # names of series
-    ) -> None:
-        "Draws what was chosen, in the usual order."
-        # the widget gives its choice in the order of its list; the panels keep the one of the reports
-        usual = panels_of(self.state.run, self.state.findings, 99)
-        order = [name for name in usual if name in chosen]
-        self.state.drawn = tuple(dict.fromkeys([*order, *chosen]))
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #29f6107b
 class _OverviewWidgets(StateView):
@@ -350,7 +275,7 @@ class _OverviewWidgets(StateView):
         "Selects a finding, draws the series it was seen in and shows the steps around it."
         if index is None or index < 0:
             return
-        state, drawn = self.shared, _drawn_series(self.shared)
+        state, drawn = self.shared, drawn_series(self.shared)
         series = state.findings[index].series
         if series in state.series and series not in drawn:
             # four panels at most, the first among them: a flat picture is hard to click at

@@ -6,10 +6,23 @@
 __all__ = ['SeriesView']
 
 # %% ../../nbs/api/workbench/19_view_series.ipynb #d5007f19
+import ipywidgets as widgets
+
 from ..detect.findings import Findings
+from ..plot.findings import panels_of
+from ..plot.look import x_axes
 from ..report.render import render
 from ..run.scalars import summary
-from .parts import CallLine, SortableTable, StateView, on, run_lines
+from stabilitylab.workbench.parts import (
+    CallLine,
+    SortableTable,
+    StateView,
+    button,
+    column,
+    on,
+    refill,
+    run_lines,
+)
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/19_view_series.ipynb #dd403410
@@ -85,3 +98,79 @@ class SeriesView(StateView):
         "Draws a series as the first one in the overview."
         if name in self.shared.series:
             self.shared.drawn = (name,)
+
+# %% ../../nbs/api/workbench/19_view_series.ipynb #f0e51197
+def drawn_series(
+    state: WorkbenchState,  # with a run
+) -> list[str]:
+    "The series of the picture, the hidden ones among them."
+    return list(state.drawn) or panels_of(state.run, state.findings)
+
+# %% ../../nbs/api/workbench/19_view_series.ipynb #ee674963
+_WINDOWS = [("none", 0), *((str(n), n) for n in (5, 11, 21, 51, 101, 501, 1001))]  # records
+_SCALES = {  # name -> (`WorkbenchState.log`, tooltip)
+    "auto": (None, "logarithmic where the series spans a factor of 20"),
+    "linear": (False, "linear axis"),
+    "log": (True, "logarithmic axis"),
+}
+
+# %% ../../nbs/api/workbench/19_view_series.ipynb #e119856b
+class SeriesControls:
+    "Which series are drawn, and how."
+
+    def __init__(
+        self,
+        state: WorkbenchState,  # with a run
+    ):
+        self.state = state
+        self.names = widgets.SelectMultiple(rows=4, layout={"width": "260px"})
+        self.names.tooltip = "series drawn; Ctrl-click for several"
+        self.scale = widgets.ToggleButtons(
+            options=[(name, value) for name, (value, _) in _SCALES.items()],
+            style={"button_width": "64px"},
+            tooltips=[tooltip for _, tooltip in _SCALES.values()],
+        )
+        self.smooth = widgets.SelectionSlider(
+            options=_WINDOWS, description="Mean of", layout={"width": "250px"}
+        )
+        self.smooth.tooltip = "records of the moving mean; the raw curve stays behind it"
+        self.along = widgets.Dropdown(description="Along", layout={"width": "200px"})
+        self.along.tooltip = "what the axis counts"
+        ranges = widgets.HBox(
+            [
+                button("Show all steps", "expand", "the whole run again", self.show_all),
+                button("", "undo", "the range before the last zoom (Z)", state.undo),
+                button("", "repeat", "the range that was undone (Y)", state.redo),
+            ]
+        )
+        pale = {"text_color": "var(--jp-ui-font-color2, #616161)"}
+        which = widgets.Label("Series drawn (Ctrl-click for several)", style=pale)
+        scale = widgets.Label("Axis of the first one", style=pale)
+        columns = [which, self.names], [scale, self.scale, ranges], [self.smooth, self.along]
+        self.children = [column(*parts) for parts in columns]
+        on(self.smooth, "value", lambda window: state.set_trait("smooth", window))
+        on(self.along, "value", lambda axis: state.set_trait("along", axis or "step"))
+        on(self.scale, "value", lambda log: state.set_trait("log", log))
+        on(self.names, "value", self.choose)
+
+    def show_all(self) -> None:
+        "The whole run again, with every value."
+        self.state.x_range = self.state.y_range = ()
+
+    def refill(self) -> None:
+        "Shows the series of the run."
+        state = self.state
+        axes = x_axes(state.run["scalars"].to_dataset()) if state.series else ["step"]
+        refill(self.along, axes, state.along if state.along in axes else "step")
+        drawn = drawn_series(state)
+        refill(self.names, state.series, tuple(name for name in state.series if name in drawn))
+
+    def choose(
+        self,
+        chosen: tuple[str, ...],  # names of series
+    ) -> None:
+        "Draws what was chosen, in the usual order."
+        # the widget gives its choice in the order of its list; the panels keep the one of the reports
+        usual = panels_of(self.state.run, self.state.findings, 99)
+        order = [name for name in usual if name in chosen]
+        self.state.drawn = tuple(dict.fromkeys([*order, *chosen]))

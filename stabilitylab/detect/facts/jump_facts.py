@@ -178,9 +178,10 @@ def _input_nonfinite(steps: Steps) -> RunFacts:
     at = int(np.argmax(bad.values[:, 0] > 0))
     # of a convolution no input is recorded: finite weights and small outputs before it leave the batch alone
     was_well = at > 0 and not weights.values[at - 1].any() and size.values[at - 1, 0] < _FAR_FROM_OVERFLOW
-    if not was_well or not np.isfinite(steps.loss[:at]).all():
-        return {}
     counted = np.nan if came_in is None else came_in.values[at, 0]
+    is_given = at == 0 and counted > 0  # before the first step no weight is asked
+    if not (was_well or is_given) or not np.isfinite(steps.loss[:at]).all():
+        return {}
     count = counted if np.isfinite(counted) else bad.values[at, 0]
     return {"input_nonfinite": (float(count), steps.step[at])}
 

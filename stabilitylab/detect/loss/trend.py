@@ -91,7 +91,7 @@ def find_not_learning(
     least_visible = limit("minor_share") if fall.is_near_guess else limit("level_share")
     severity = "warning"
     if fall.noise >= least_visible * abs(start):
-        severity, evidence["note"] = "info", evidence_words("too noisy")
+        severity, evidence["note"] = "info", evidence_words("too noisy", visible=fall.noise)
     elif min(abs(float(fall.shape.loss[-1]) / chance - 1) for chance in _COIN_FLIP) < limit("hardly_share"):
         evidence["note"] = evidence_words("a coin flip")
     return [

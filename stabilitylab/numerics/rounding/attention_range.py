@@ -116,7 +116,7 @@ def attention_inputs(
     "The queries and keys of every attention call in a forward pass."
     calls = _Calls(model)
     try:
-        with torch.no_grad(), calls:
+        with torch.enable_grad(), calls:  # a loss may take a gradient itself, as a penalty on one does
             run()
     finally:
         for hook in calls.hooks:

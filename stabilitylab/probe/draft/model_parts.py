@@ -6,10 +6,12 @@
 __all__ = []
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #389cf935
+import ast
+import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
-from textwrap import indent
+from textwrap import dedent, indent
 from typing import Any
 
 import torch
@@ -154,3 +156,69 @@ def _attribute(draft: Any, value: Any) -> str | None:
     draft.imports.add(f"from {module} import {name}")
     draft.note_folder(module)
     return name
+
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #319915d8
+def _assigned(cls: type) -> list[tuple[str, ast.expr]]:
+    "What a class's `__init__` keeps: each attribute of `self` with the value that it is given."
+    try:
+        tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    except (OSError, TypeError, SyntaxError):
+        return []
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    pairs = [pair for node in assigned for target in node.targets for pair in _spread(target, node.value)]
+    return [(name.removeprefix("self."), value) for name, value in pairs if name.startswith("self.")]
+
+
+def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    "The targets of an assignment, each with its value: `self.a, self.b = a, b` has two."
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(map(ast.unparse, target.elts), value.elts, strict=False))
+    return [(ast.unparse(target), value)]
+
+
+def _is_computed(cls: type, name: str) -> bool:
+    "Whether a class keeps under the name of an argument what it computes from it, as `[0] + splits`."
+    values = [value for attribute, value in _assigned(cls) if attribute == name]
+    operations = [n for value in values for n in ast.walk(value) if isinstance(n, (ast.BinOp, ast.UnaryOp))]
+    operands = [n for operation in operations for n in ast.walk(operation)]
+    return any(isinstance(n, ast.Name) and n.id == name for n in operands)
+
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #f574a220
+# attributes that hold arguments
+_CONFIGS = ("config", "_internal_dict", "cfg", "args", "hparams", "_hparams", "conf", "opt")
+
+
+def argument_value(
+    model: nn.Module,  # or a part of one
+    name: str,  # of an argument of its class
+) -> tuple[bool, Any]:  # whether it is seen, the value
+    "Whether an argument of a model's class can still be seen, and what it was."
+    if name == "bias" and name in model._parameters:
+        return True, model._parameters[name] is not None
+    if _is_computed(type(model), name):
+        return False, None
+    holders = [vars(model)]
+    holders += [vars(model)[key] for key in _CONFIGS if key in vars(model)]
+    for holder in holders:
+        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        if name in attributes and not isinstance(attributes[name], (torch.Tensor, nn.Module)):
+            return True, attributes[name]
+    if name in model._buffers:
+        return True, model._buffers[name]
+    return False, None
+
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #86aa4e35
+def kept_as_given(
+    cls: type,  # of a module
+) -> dict[str, str]:  # argument -> attribute
+    "Arguments of a class that its objects keep unchanged, each with the attribute: `self.net = model`."
+    return {name: attribute for attribute, value in _assigned(cls) for name in _alternatives(value)}
+
+
+def _alternatives(node: ast.expr) -> list[str]:
+    "The names that an expression may be the value of: `loss or Default()` is that of `loss`."
+    if isinstance(node, ast.Name):
+        return [node.id]
+    parts = node.values if isinstance(node, ast.BoolOp) else []
+    parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else parts
+    return [name for part in parts for name in _alternatives(part)]

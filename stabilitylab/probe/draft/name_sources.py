@@ -159,6 +159,18 @@ def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None
     number = number.item() if isinstance(number, np.generic) else number
     return number if isinstance(number, (int, float)) else None
 
+
+def _looked_up(node: ast.Call | ast.Subscript) -> ast.expr | None:
+    "The name or chain that `eval` or `globals()` looks up by a constant; None for any other expression."
+    is_eval = isinstance(node, ast.Call) and ast.unparse(node.func) == "eval" and len(node.args) == 1
+    is_table = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "globals()"
+    if not is_eval and not is_table:
+        return None
+    text = node.args[0] if isinstance(node, ast.Call) else node.slice
+    word = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+    is_chain = all(part.isidentifier() for part in word.split("."))
+    return ast.parse(word, mode="eval").body if is_chain and (is_eval or "." not in word) else None
+
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #8cf2051c
 class _Chains(ast.NodeTransformer):
     "Puts sources in place of chains of attributes, such as `self.config.dtype`."
@@ -257,7 +269,13 @@ class _Inline(_Chains):
     ) -> ast.AST:
         "A number of the data, such as `x.shape[1]`, as a constant where the model is made."
         number = _number_of_data(node, self.scope) if self.is_model else None
-        return self.generic_visit(node) if number is None else ast.Constant(number)
+        return self._by_string(node) if number is None else ast.Constant(number)
+
+    def _by_string(self, node: ast.Call | ast.Subscript) -> ast.AST:
+        "An expression by its parts; what it looks up by a string, as what it is."
+        self.generic_visit(node)
+        expression = _looked_up(node)
+        return node if expression is None else self.visit(expression)
 
     def visit_Call(
         self,
@@ -274,7 +292,7 @@ class _Inline(_Chains):
         values = self.scope.get(name)
         if isinstance(values, (list, tuple)) and name not in self.bound:
             return ast.Constant(len(values))
-        return self.generic_visit(node)
+        return self._by_string(node)
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
 def _has_graph(value: Any) -> bool:

@@ -18,7 +18,6 @@ import sysconfig
 import types
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,11 @@ from .loop_span import bare_optimizer
 from stabilitylab.probe.draft.model_parts import (
     CONTAINERS,
     LONG,
+    argument_value,
     assembled_source,
     container_source,
     is_of_torch,
+    kept_as_given,
 )
 from .name_sources import is_same_model
 from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
@@ -40,16 +41,6 @@ from .trainer_code import peft_source
 from ..params import groups_of
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #bc2695c8
-_CONFIGS = (
-    "config",
-    "_internal_dict",
-    "cfg",
-    "args",
-    "hparams",
-    "_hparams",
-    "conf",
-    "opt",
-)  # attributes that hold arguments
 _MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
 
@@ -98,6 +89,37 @@ class _Imports:
         if folder not in standard and str(folder) not in self.folders:
             self.folders.append(str(folder))
 
+# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #4ccd091d
+def _tensor_source(value: Any) -> str | None:
+    "A small tensor or array by its values; a device by its name; None for anything else."
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fiub":
+        source = _tensor_source(torch.from_numpy(np.array(value)))
+        return source and f"{source}.numpy()" + "[()]" * isinstance(value, np.generic)
+    if not isinstance(value, torch.Tensor):
+        return None
+    is_plain = value.layout == torch.strided and not value.requires_grad and not value.is_complex()
+    if not is_plain or value.numel() > _MAX_ENTRIES:
+        return None
+    # `repr` writes inf and nan, which are no names of Python
+    values = repr(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
+    return f"torch.tensor({values}, dtype={value.dtype})"
+
+
+def _container_text(value: Any, sources: list[str]) -> str:
+    "A dict, a list or a tuple of which the entries have these sources."
+    if isinstance(value, dict):
+        pairs = [f"{key!r}: {source}" for key, source in zip(value, sources, strict=True)]
+        text = ", ".join(pairs)
+        if len(text) > LONG:
+            text = "\n        " + ",\n        ".join(pairs) + ",\n    "
+        return "{" + text + "}"
+    text = ", ".join(sources)
+    if isinstance(value, list):
+        return f"[{text}]"
+    return f"({text},)" if len(sources) == 1 else f"({text})"
+
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #3be5e30c
 class Draft(_Imports):
     "The parts of the file, and the imports that they need."
@@ -116,42 +138,25 @@ class Draft(_Imports):
             return self._transformers_config(value)
         if is_dataclass(value) and not isinstance(value, type):
             arguments = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-            return self._construct(type(value), arguments)
+            return self.construct(type(value), arguments)
         kind = container_kind(value)
         if kind == "namespace":
-            return self._construct(type(value), vars(value))
-        return self._container(value) if kind == "plain" else self._tensor(value)
+            return self.construct(type(value), vars(value))
+        return self._container(value) if kind == "plain" else _tensor_source(value)
 
-    def _tensor(self, value: Any) -> str | None:
-        "A small tensor or array by its values; a device by its name; None for anything else."
-        if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fiub":
-            source = self._tensor(torch.from_numpy(np.array(value)))
-            return source and f"{source}.numpy()" + "[()]" * isinstance(value, np.generic)
-        if not isinstance(value, torch.Tensor):
-            return None
-        is_plain = value.layout == torch.strided and not value.requires_grad and not value.is_complex()
-        if not is_plain or value.numel() > _MAX_ENTRIES:
-            return None
-        # `repr` writes inf and nan, which are no names of Python
-        values = repr(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
-        return f"torch.tensor({values}, dtype={value.dtype})"
+    def _keywords(self, arguments: dict) -> list[str] | None:
+        "The arguments of a call, `name=source` each; None where one has no source."
+        parts = {key: self.literal(value) for key, value in arguments.items()}
+        return None if None in parts.values() else [f"{key}={part}" for key, part in parts.items()]
 
-    def construct_known(
+    def construct(
         self,
-        value: Any,  # an object of the class
+        cls: type,  # of the object
         arguments: dict,  # name -> value
     ) -> str | None:
-        "A call that makes an object of the same class, with other arguments."
-        return self._construct(type(value), arguments)
-
-    def _construct(self, cls: type, arguments: dict) -> str | None:
         "A call that makes an object."
-        name, parts = self.name_of(cls), {key: self.literal(value) for key, value in arguments.items()}
-        if name is None or None in parts.values():
-            return None
-        return f"{name}({', '.join(f'{key}={part}' for key, part in parts.items())})"
+        name, words = self.name_of(cls), self._keywords(arguments)
+        return None if name is None or words is None else f"{name}({', '.join(words)})"
 
     def _member(self, value: enum.Enum) -> str | None:
         "A member of an enumeration by its name."
@@ -162,98 +167,27 @@ class Draft(_Imports):
         "A class with some of its arguments, as Hydra makes one of an optimizer."
         if value.args or not isinstance(value.func, type):
             return None
-        name, words = self.name_of(value.func), {k: self.literal(v) for k, v in value.keywords.items()}
-        if name is None or None in words.values():
+        name, words = self.name_of(value.func), self._keywords(value.keywords)
+        if name is None or words is None:
             return None
         self.imports.add("import functools")
-        return f"functools.partial({', '.join([name, *(f'{key}={text}' for key, text in words.items())])})"
+        return f"functools.partial({', '.join([name, *words])})"
 
     def _container(self, value: Any) -> str | None:
         "A plain container of values that have a source."
-        if isinstance(value, dict):
-            parts = {key: self.literal(part) for key, part in value.items()}
-            inner = [f"{key!r}: {part}" for key, part in parts.items()]
-            text = ", ".join(inner)
-            if len(text) > LONG:
-                text = "\n        " + ",\n        ".join(inner) + ",\n    "
-            return None if None in parts.values() else "{" + text + "}"
-        sources = [self.literal(part) for part in value]
-        inner = [source for source in sources if source is not None]
-        if len(inner) < len(sources):
-            return None
-        text = ", ".join(inner)
-        if isinstance(value, list):
-            return f"[{text}]"
-        return f"({text},)" if len(inner) == 1 else f"({text})"
+        parts = [self.literal(part) for part in (value.values() if isinstance(value, dict) else value)]
+        sources = [part for part in parts if part is not None]
+        return _container_text(value, sources) if len(sources) == len(parts) else None
 
     def _transformers_config(self, config: Any) -> str | None:
         "A configuration of Hugging Face's models."
         arguments = {key: value for key, value in config.to_diff_dict().items() if key not in _UNSAID}
         how = getattr(config, "_attn_implementation", None)
-        name, text = (
-            self.name_of(type(config)),
-            self._container(arguments | ({"attn_implementation": how} if how else {})),
-        )
+        name = self.name_of(type(config))
+        text = self._container(arguments | ({"attn_implementation": how} if how else {}))
         return None if name is None or text is None else f"{name}(**{text})"
 
-# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d41f730d
-def _assigned(cls: type) -> list[tuple[str, ast.expr]]:
-    "What a class's `__init__` keeps: each attribute of `self` with the value that it is given."
-    try:
-        tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
-    except (OSError, TypeError, SyntaxError):
-        return []
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    pairs = [pair for node in assigned for target in node.targets for pair in _spread(target, node.value)]
-    return [(name.removeprefix("self."), value) for name, value in pairs if name.startswith("self.")]
-
-
-def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
-    "The targets of an assignment, each with its value: `self.a, self.b = a, b` has two."
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        return list(zip(map(ast.unparse, target.elts), value.elts, strict=False))
-    return [(ast.unparse(target), value)]
-
-
-def _is_computed(cls: type, name: str) -> bool:
-    "Whether a class keeps under the name of an argument what it computes from it, as `[0] + splits`."
-    values = [value for attribute, value in _assigned(cls) if attribute == name]
-    operations = [n for value in values for n in ast.walk(value) if isinstance(n, (ast.BinOp, ast.UnaryOp))]
-    operands = [n for operation in operations for n in ast.walk(operation)]
-    return any(isinstance(n, ast.Name) and n.id == name for n in operands)
-
-
-def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
-    "Whether an argument of a model's class can still be seen, and what it was."
-    if name == "bias" and name in model._parameters:
-        return True, model._parameters[name] is not None
-    if _is_computed(type(model), name):
-        return False, None
-    holders = [vars(model)]
-    holders += [vars(model)[key] for key in _CONFIGS if key in vars(model)]
-    for holder in holders:
-        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-        if name in attributes and not isinstance(attributes[name], (torch.Tensor, nn.Module)):
-            return True, attributes[name]
-    if name in model._buffers:
-        return True, model._buffers[name]
-    return False, None
-
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa01
-def _kept_as_given(cls: type) -> dict[str, str]:
-    "Arguments of a class that its objects keep unchanged, each with the attribute: `self.net = model`."
-    return {name: attribute for attribute, value in _assigned(cls) for name in _alternatives(value)}
-
-
-def _alternatives(node: ast.expr) -> list[str]:
-    "The names that an expression may be the value of: `loss or Default()` is that of `loss`."
-    if isinstance(node, ast.Name):
-        return [node.id]
-    parts = node.values if isinstance(node, ast.BoolOp) else []
-    parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else parts
-    return [name for part in parts for name in _alternatives(part)]
-
-
 def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
     "A module that another one was given: the recorded model by its name, any other by its call."
     if is_same_model(part, draft.model):
@@ -281,12 +215,12 @@ def _container_source(draft: Draft, model: nn.Module) -> tuple[str, list[str]]:
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #29bd4571
 def _arguments(draft: Draft, model: nn.Module) -> tuple[list[str], list[str]]:
     "(arguments of a model's class, those that it needs and that cannot be seen)."
-    arguments, missing, attributes = [], [], _kept_as_given(type(model))
+    arguments, missing, attributes = [], [], kept_as_given(type(model))
     parameters = inspect.signature(type(model)).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for parameter in named:
         key, default = parameter.name, parameter.default
-        is_seen, value = _argument_value(model, key)
+        is_seen, value = argument_value(model, key)
         source = draft.literal(value) if is_seen else None
         part = model._modules.get(attributes.get(key, ""))
         if part is not None:
@@ -312,7 +246,11 @@ def model_source(
     "A call that makes a model."
     if type(model) in CONTAINERS:
         return _container_source(draft, model)
-    adapted = peft_source(model, lambda base: model_source(draft, base)[0], draft.construct_known)
+    adapted = peft_source(
+        model,
+        lambda base: model_source(draft, base)[0],
+        draft.construct,
+    )
     if adapted is not None:
         draft.imports.add("from peft import get_peft_model")
         return adapted, []
@@ -351,19 +289,6 @@ def seen_words(
     if unseen:
         parts.append(f"check what could not be seen and has a default: {', '.join(dict.fromkeys(unseen))}")
     return f"TODO: {'; '.join(parts)}" if parts else "as far as it could be seen"
-
-# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #f8de4a9a
-_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
-
-
-def mixed_dtype(
-    model: nn.Module,  # any
-) -> torch.dtype | None:
-    "The format under whose autocast accelerate runs a model; None for any other."
-    state = sys.modules.get("accelerate.state")
-    if state is None or "_original_forward" not in vars(model):
-        return None
-    return _MIXED.get(str(state.AcceleratorState._shared_state.get("_mixed_precision")))
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #496c5127
 def _described(part: Any) -> str:

@@ -7,7 +7,6 @@ __all__ = ['FILE', 'own_loss', 'setup_source', 'record_source']
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #c8eb0687
 import ast
-import contextlib
 import inspect
 import re
 import sys
@@ -25,34 +24,24 @@ from torch import nn
 
 from ...names.errors import InputError
 from ...names.files import write_atomic
-from ...numerics.pytree import LOOP, container_kind, graph_class, parts_of, tensors_of
-from .loop_code import LoopCode, loop_code
-from .loop_setup import known_arguments, model_code
+from ...numerics.pytree import LOOP, container_kind, graph_class, parts_of
+from .loop_code import LoopCode, ValueSources, loop_code, model_lines
 from .loop_values import VALUES_FILE, kept_in, kept_words, tensor_to_keep
-from .model_parts import assembled_source
 from stabilitylab.probe.draft.python_source import (
     Draft,
     call_source,
-    cast_source,
-    mixed_dtype,
-    model_source,
     optimizer_source,
     script_lines,
-    seen_words,
     torch_optimizer,
 )
 from stabilitylab.probe.draft.running_script import (
     CELLS_FILE,
-    assigned_names,
     calling_frame,
-    local_modules,
     main_module,
     notebook_cells,
 )
 from stabilitylab.probe.draft.trainer_code import (
     TrainerCode,
-    dropout_off,
-    forward_patches,
     kept_file,
     trainer_code,
 )
@@ -78,135 +67,6 @@ def own_loss(
         " F.cross_entropy(model(batch['x']), batch['y'])"
     )
 
-# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #0dc5e51a
-_SCRIPT_TENSOR = re.compile(r"kept_values\(__file__\)\['(\w+)'\]")
-_OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
-
-# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #a1859e75
-def _import(draft: Draft, words: str, name: str, module: str) -> str:
-    "The name under which something is imported."
-    own = f"_{name}" if name in _OWN_NAMES and words != f"import {name}" else name
-    draft.imports.add(words if own == module else f"{words} as {own}")
-    return own
-
-
-def _named(draft: Draft, name: str, value: Any) -> str | None:
-    "A class or a function by its import."
-    qualified = getattr(value, "__qualname__", "")
-    module = getattr(value, "__module__", None) or ""
-    if module == "builtins" or not qualified.isidentifier():
-        return None
-    if module == "__main__":
-        main = main_module()
-        draft.uses_script |= main is not None
-        return None if main is None else _import(draft, f"from {main} import {qualified}", name, qualified)
-    if getattr(sys.modules.get(module), qualified, None) is not value:
-        return None
-    draft.note_folder(module)
-    return _import(draft, f"from {module} import {qualified}", name, qualified)
-
-# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #4fef5baa
-class _ScriptValues:
-    "Sources of values that a script computes, and of objects of its classes."
-
-    def __init__(self, draft: Draft, model: nn.Module, frame: types.FrameType | None = None):
-        self.draft, self.model = draft, model
-        draft.model = model
-        self.frame = frame  # of the loop
-        self.makers: list[str] = []  # functions that make other modules
-        self.submodules = {id(child): name for name, child in model.named_modules() if name}
-        self.depth = 0
-
-    def _global(self, name: str, value: Any) -> str | None:
-        "A value that the script computes at its top level, or a table in another of its files."
-        main, module = vars(sys.modules["__main__"]), main_module()
-        holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
-        if self.depth or name in _OWN_NAMES or holds_parameters:
-            return None
-        if main.get(name) is value and tensor_to_keep(value) is not None:
-            self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
-            return f"kept_values(__file__)[{name!r}]"
-        if module is not None and name in assigned_names() and main.get(name) is value:
-            self.draft.uses_script = True
-            return _import(self.draft, f"from {module} import {name}", name, name)
-        others = [each for each in local_modules() if each not in ("__main__", module)]
-        other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
-        if other is None or not isinstance(value, (dict, list, tuple)):
-            return None
-        self.draft.note_folder(other)
-        return _import(self.draft, f"from {other} import {name}", name, name)
-
-    def _module(self, value: nn.Module) -> str | None:
-        "A part of the model, or a criterion: a module without parameters, or with those of the model alone."
-        if id(value) in self.submodules:
-            return f"model.get_submodule({self.submodules[id(value)]!r})"
-        own = {id(p) for p in self.model.parameters()}
-        if any(id(p) not in own for p in value.parameters()):
-            return None
-        unseen = list(self.draft.unseen)
-        source, missing = model_source(self.draft, value)
-        self.draft.unseen = unseen
-        return None if missing else source
-
-    def maker(
-        self,
-        value: nn.Module,  # a module that is not the model itself
-    ) -> str | None:
-        "A function without arguments that makes another module; None where it cannot be written."
-        lines, _ = _model_lines(self.draft, value, self.frame)
-        if any("TODO" in line for line in lines):
-            return None
-        self.draft.imports.add("from stabilitylab.probe.draft.loop_values import restored")
-        if len(lines) == 1:
-            return f"lambda: {lines[0].removeprefix('return ')}"
-        name = f"make_{len(self.makers)}"
-        self.makers.append(f"def {name}():\n{indent(chr(10).join(lines), '    ')}")
-        return name
-
-# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #3e64c2d2
-class _LoopValues(_ScriptValues):
-    "Sources of the values that a loop uses."
-
-    def __call__(self, name: str, value: Any) -> str | None:
-        "An expression for a value; None where it has none."
-        if isinstance(value, types.ModuleType):
-            return _import(self.draft, f"import {value.__name__}", name, value.__name__)
-        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            return _named(self.draft, name, value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, contextlib.nullcontext):
-            return "__import__('contextlib').nullcontext()"
-        if isinstance(value, torch.autocast):
-            words = f"{value.device!r}, {value.fast_dtype}, enabled={value._enabled}"
-            return f"torch.autocast({words})"
-        source = self.draft.literal(value)
-        if source is None:
-            source = self._owner(value)
-        return self._global(name, value) if source is None else source
-
-    def _owner(self, value: Any) -> str | None:
-        "An object of a class of the script, by those of its attributes that have a source."
-        cls = type(value)
-        is_theirs = cls.__module__ in ("__main__", *local_modules())
-        if not is_theirs or not hasattr(value, "__dict__") or self.depth:
-            return None
-        name = _named(self.draft, cls.__name__, cls)
-        if name is None:
-            return None
-        self.depth += 1
-        sources = {key: self._attribute(key, part) for key, part in vars(value).items() if key.isidentifier()}
-        self.depth -= 1
-        self.draft.imports.add("from stabilitylab.replay.script import stand_in")
-        words = [f"{key}={source}" for key, source in sources.items() if source is not None]
-        return f"stand_in({', '.join([name, *words])})"
-
-    def _attribute(self, name: str, value: Any) -> str | None:
-        "An attribute of such an object."
-        if value is self.model:
-            return "model"
-        return None if isinstance(value, types.ModuleType) else self(name, value)
-
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #37136d3e
 FILE = "replay_setup.py"
 _TEXT = files("stabilitylab.probe.draft").joinpath("replay_setup.txt")
@@ -225,11 +85,11 @@ def setup_source(
     "A draft of the code that a replay needs."
     draft, names = Draft(), {id(p): name for name, p in model.named_parameters()}
     frame, recorder = loop or (None, None)
-    values = _LoopValues(draft, model, frame)
+    values = ValueSources(draft, model, frame)
     by_trainer = _trainer_code(draft, values, model, batch, recorder)
     is_loop = loop is not None and by_trainer is None
     code = loop_code(loop[0], loop[1], model, values) if loop is not None and is_loop else None
-    lines, model_words = _model_lines(draft, model, frame)
+    lines, model_words = model_lines(draft, model, frame)
     made_optimizers = [optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     _import_classes(draft, batch)
@@ -277,7 +137,7 @@ def _import_classes(draft: Draft, batch: Any) -> None:
 
 
 def _trainer_code(
-    draft: Draft, values: _LoopValues, model: nn.Module, batch: Any, recorder: Any
+    draft: Draft, values: ValueSources, model: nn.Module, batch: Any, recorder: Any
 ) -> TrainerCode | None:
     "The loss of a Trainer that computes it itself; None without one. The record keeps its other models."
     trainer = getattr(recorder, "trainer", None)
@@ -289,7 +149,7 @@ def _trainer_code(
         other: nn.Module,  # a module that is not the model itself
     ) -> list[str]:
         "Lines that make another model of the trainer."
-        return _model_lines(draft, other, None)[0]
+        return model_lines(draft, other, None)[0]
 
     code = trainer_code(trainer, model, batch, name, lambda value: values("", value), lines)
     draft.imports |= set(code.imports)
@@ -355,63 +215,6 @@ def _clip_parts(clip: float | str | None, code: LoopCode | None) -> dict[str, st
         return {"clip": "None", "clip_words": "no line of the loop clips"}
     return {"clip": "None", "clip_words": "TODO: the largest gradient norm, where the loop clips"}
 
-# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #a095ae75
-_FROM_PARTS = "Put together from its parts: what its class was given could not all be seen."
-
-
-def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) -> tuple[list[str], str]:
-    "(lines that make a model and return it, what could be seen of it)."
-    unseen, draft.unseen = draft.unseen, []
-    call, missing = model_source(draft, model)
-    patches, imports = forward_patches(model, draft.literal)
-    draft.imports |= set(imports)
-    lines = [f"model = {cast_source(draft, model, call)}"]
-    lines[0], model_words = _completed(draft, lines[0], model, missing, frame)
-    if frame is not None and (missing or draft.unseen or "TODO" in call):
-        draft.unseen = []
-        own = model_code(frame, model, _LoopValues(draft, model))
-        if own is not None:
-            last = f"model = {cast_source(draft, model, own[-1].removeprefix('return '))}"
-            lines = [*own[:-1], *([last] if last != "model = model" else [])]
-            model_words = "The program's own lines."
-    from_parts = assembled_source(draft, model, model_source) if "TODO" in f"{lines}{model_words}" else None
-    if from_parts is not None:
-        lines, model_words = [f"model = {cast_source(draft, model, from_parts)}"], _FROM_PARTS
-    draft.unseen = unseen
-    lines += [*patches, *dropout_off(model)]
-    fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
-        lines += [f"for name in {fixed!r}:", "    model.get_parameter(name).requires_grad_(False)"]
-    dtype = mixed_dtype(model)
-    if dtype is not None:
-        draft.imports.add("from stabilitylab.replay.script import mixed")
-        return [*lines, f"return mixed(model, {dtype})"], model_words
-    if len(lines) == 1 and lines[0].startswith("model = "):
-        return [lines[0].replace("model = ", "return ", 1)], model_words
-    return [*lines, "return model"], model_words
-
-
-def _completed(
-    draft: Draft, line: str, model: nn.Module, missing: list[str], frame: types.FrameType | None
-) -> tuple[str, str]:
-    "A line that makes a model, with the arguments that the program shows; and what is still to be seen."
-    optional = [text.partition("=")[0] for text in draft.unseen]
-    unseen = [*missing, *optional] if frame is not None and type(model) is not nn.Sequential else []
-    values = known_arguments(type(model), unseen, frame) if unseen and frame is not None else {}
-    sources = {name: draft.literal(value) for name, value in values.items()}
-    sources = {name: source for name, source in sources.items() if source is not None}
-    for name, source in sources.items():
-        if f"{name}=TODO" in line:
-            line = line.replace(f"{name}=TODO", f"{name}={source}")
-        else:
-            line = re.sub(r"\)((?:\.to\([^()]*\))?)$", rf", {name}={source})\1", line)
-    left = [name for name in missing if name not in sources]
-    words = seen_words(left, [text for text in draft.unseen if text.partition("=")[0] not in sources])
-    if not sources:
-        return line, words
-    names = ", ".join(f"`{name}`" for name in sources)
-    return line, f"{words}; not kept by the model, taken from the program: {names}"
-
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #17183f5e
 def record_source(
     record: str | Path,  # folder of the record
@@ -438,6 +241,9 @@ def record_source(
     )
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #6f20a7b7
+_SCRIPT_TENSOR = re.compile(r"kept_values\(__file__\)\['(\w+)'\]")
+
+
 def _draft_or_note(recorder: Any, draft: Callable[..., str]) -> str:
     "A draft that is Python; without the loop's code, with the reason as a note, where that is none."
     try:

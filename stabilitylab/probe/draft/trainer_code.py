@@ -224,11 +224,45 @@ def dropout_off(
         "        part.p = 0.0",
     ]
 
+
+# what Lightning calls of a module before it trains, in its order
+_PREPARING = {"prepare_data": "()", "setup": "('fit')", "configure_optimizers": "()"}
+
+
+def _set_names(cls: type, method: str) -> set[str]:
+    "The attributes that a method sets of its object."
+    nodes = [node for tree in _definitions(cls, method) for node in ast.walk(tree)]
+    stored = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+
+
+def prepared(
+    model: torch.nn.Module,  # a LightningModule
+) -> list[str]:  # lines; [] where its step reads nothing that they set
+    "The calls by which Lightning sets attributes that the training step of a module reads."
+    cls = type(model)
+    read = {name for method in ("training_step", "forward") for name in read_names(cls, method)[0]}
+    calls = [f"model.{name}{args}" for name, args in _PREPARING.items() if _set_names(cls, name) & read]
+    return [f"{call}  # as Lightning does before it trains" for call in calls]
+
+# %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #f8de4a9a
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
+
+
+def mixed_dtype(
+    model: torch.nn.Module,  # any
+) -> torch.dtype | None:
+    "The format under whose autocast accelerate runs a model; None for any other."
+    state = sys.modules.get("accelerate.state")
+    if state is None or "_original_forward" not in vars(model):
+        return None
+    return _MIXED.get(str(state.AcceleratorState._shared_state.get("_mixed_precision")))
+
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #fd277b6a
 def peft_source(
     model: Any,  # a module
     base: Callable[[torch.nn.Module], str],  # a model -> the call that makes it
-    config: Callable[[Any, dict], str | None],  # (configuration, its arguments) -> the call that makes it
+    config: Callable[[type, dict], str | None],  # (class, arguments) of a configuration -> its call
 ) -> str | None:  # None where it is no model of PEFT, or has several adapters
     "The call that puts the adapter of PEFT into a model again."
     configs = getattr(model, "peft_config", None)
@@ -242,7 +276,7 @@ def peft_source(
     words = {key: value for key, value in words.items() if key in accepted and value != accepted[key].default}
     words.pop("base_model_name_or_path", None)
     words.pop("inference_mode", None)
-    text = config(adapter, words)
+    text = config(type(adapter), words)
     if others or text is None:
         return None
     return f"get_peft_model({base(model.get_base_model())}, {text}, {name!r})"
