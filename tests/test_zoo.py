@@ -213,3 +213,11 @@ def test_a_plan_says_start_arms_and_what_was_unfit_and_a_healthy_run_gets_none(n
     assert set(plan) == {"start", "arms", "unfit"}
     assert all(arm["why"] for arm in plan["arms"])
     assert bool(plan["arms"]) == bool(plan["start"]) == bool(ROWS[name].cause)
+
+
+@pytest.mark.parametrize(("onset", "end", "name"), [(104, 105, "bad_labels"), (1058, 1059, ""), (1, 16, "")])
+def test_a_bad_batch_is_the_cause_of_what_was_found_at_its_step(onset, end, name):
+    "Of a loss that often jumps the first jump was named, which no finding was about."
+    facts = ORDINARY | {"back_at_once": (0.9, 104)}
+    spike = Finding("loss_spike", "warning", onset, end, explanation="The loss jumped.")
+    assert most_likely(Findings([spike], {"evidence": facts})).id == name

@@ -18,6 +18,7 @@ import xarray as xr
 from .facts.evidence import evidence
 from .facts.record_steps import RunFacts
 from .findings import Finding, Findings
+from .limits import limit
 from .phrase import about, joined
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #36b18c0c
@@ -35,6 +36,7 @@ class Cause:
     next: tuple[str, ...]  # recommended actions, in order
     cures: tuple[str, ...]  # names of fixes, most promising first
     is_alone: bool = False  # whether the evidence suffices without a finding
+    is_at_once: bool = False  # whether the run answers in the same step, so that a finding is near it
     measures: dict = field(default_factory=dict)  # name -> number that the conditions of the cause read
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #e5fd155a
@@ -96,6 +98,7 @@ def _candidate(row: dict, facts: Mapping) -> Cause | None:
         tuple(row["next"]),
         tuple(row["cures"]),
         row.get("alone", False),
+        row.get("at_once", False),
         {name: facts[name][0] for name in names if name in facts},
     )
 
@@ -265,6 +268,13 @@ _SURE = 3  # by how much a cause leads the second to be sure; our convention
 _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lead; our convention
 
 
+def _is_near(cause: Cause, findings: Findings) -> bool:
+    "Whether something was found at the step of a cause, or begins shortly after it."
+    step, after = cause.step, limit("short_records")
+    spans = [(f.first, f.end if f.end is not None else f.first) for f in findings if f.first is not None]
+    return step is None or any(first - after <= step <= last for first, last in spans)
+
+
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
@@ -272,6 +282,7 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
     is_ill = bool(kinds - {"grad_below_epsilon"})
     # beside nothing but gradients below epsilon, the loss itself must speak for a cause
     causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone or (kinds and c.evidence)]
+    causes = [cause for cause in causes if not cause.is_at_once or _is_near(cause, findings)]
     if not causes or any(f.kind in _ENDS for f in candidates):
         return None
     first, *others = causes
