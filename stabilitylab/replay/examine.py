@@ -304,6 +304,27 @@ def _of_update(way: Retrace) -> tuple[float, float]:
     return numbers["update_norm"], numbers["weight_norm"]
 
 
+def _of_samples(
+    path: Recording,
+    snapshot: Snapshot,
+    batch: Batch,
+    losses: tuple[float, float | None],  # of the step, replayed and recorded
+    say: Callable[[str], None],
+    left_out: dict[str, str],
+) -> dict[str, Any]:
+    "The parts of an examination that are about samples and tokens."
+    parts: dict[str, Any] = {}
+    say("every sample")
+    with _named_where_it_fails("samples", left_out):
+        table = parts["samples"] = blame(snapshot, batch, step_loss=losses[0], recorded_loss=losses[1])
+        parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
+    if parts.get("tokens"):
+        say("rare and common tokens")
+        with _named_where_it_fails("frequency", left_out):
+            parts["frequency"] = losses_by_frequency(snapshot, _batches_up_to(path, snapshot))
+    return parts
+
+# %% ../../nbs/api/replay/08_examine.ipynb #5bf109c8
 def _examined(
     path: Recording, step: int, setup: Setup, say: Callable[[str], None], requested: tuple
 ) -> Examination:
@@ -330,14 +351,7 @@ def _examined(
         with _named_where_it_fails("swap", left_out, is_named):
             parts["swap"] = _swap(path, snapshot, batch, states, batches)
     if samples:
-        say("every sample")
-        with _named_where_it_fails("samples", left_out):
-            table = parts["samples"] = blame(snapshot, batch, step_loss=again.loss, recorded_loss=recorded)
-            parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
-        if parts.get("tokens"):
-            say("rare and common tokens")
-            with _named_where_it_fails("frequency", left_out):
-                parts["frequency"] = losses_by_frequency(snapshot, _batches_up_to(path, snapshot))
+        parts |= _of_samples(path, snapshot, batch, (again.loss, recorded), say, left_out)
     if precisions:
         say("other precisions")
         parts["precision"] = compare_precision(snapshot, batch, list(precisions))
@@ -360,7 +374,7 @@ def work(
 
     def say(words: str) -> None:  # words: of the part that begins
         "Tells a part and the share that is done."
-        report_progress(words, next(done) / parts)
+        report_progress(words, min(next(done) / parts, 1.0))  # some parts have two
 
     return {"run": path} | examine(path, step, setup_of(path, setup), say=say, **options).to_dict()
 
