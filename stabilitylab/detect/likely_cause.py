@@ -274,7 +274,7 @@ def _is_near(cause: Cause, findings: Findings) -> bool:
     spans = [(f.first, f.end if f.end is not None else f.first) for f in findings if f.first is not None]
     return step is None or any(first - after <= step <= last for first, last in spans)
 
-
+# %% ../../nbs/api/detect/91_likely_cause.ipynb #ed7d504f
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
