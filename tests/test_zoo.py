@@ -221,3 +221,11 @@ def test_a_bad_batch_is_the_cause_of_what_was_found_at_its_step(onset, end, name
     facts = ORDINARY | {"back_at_once": (0.9, 104)}
     spike = Finding("loss_spike", "warning", onset, end, explanation="The loss jumped.")
     assert most_likely(Findings([spike], {"evidence": facts})).id == name
+
+
+@pytest.mark.parametrize(("fall", "words"), [(0.9, "the loss fell all the same"), (0.1, "does not train.")])
+def test_an_unused_part_of_a_model_that_learns_is_called_so(fall, words):
+    part = Finding(
+        "no_gradient", "warning", 0, evidence={"names": ["last.weight"]}, explanation="No gradient."
+    )
+    assert words in most_likely(Findings([part], {"evidence": {"fall": (fall, 79)}})).cause

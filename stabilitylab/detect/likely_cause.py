@@ -229,7 +229,7 @@ def _possible(actions: list[str], is_recorded: bool) -> tuple[str, ...]:
     return tuple(actions) if is_recorded or at is None else (*actions[:at], _RESUME, *actions[at:])
 
 
-def _fits(finding: Finding, where: dict) -> bool:
+def _fits(finding: Finding, where: dict, facts: Mapping) -> bool:
     "Whether a finding has what a row of the table asks for."
     names = [str(name) for name in (finding.series, *finding.evidence.get("names", ()))]
     is_loss = any(n == "perplexity" or ("loss" in n and n != "loss_scale" and n[:4] != "val_") for n in names)
@@ -240,6 +240,7 @@ def _fits(finding: Finding, where: dict) -> bool:
         "of_validation": names[0].startswith("val_"),
         "logged_as_zero": "zeros" in finding.evidence,
         "in_no_optimizer": "without_optimizer" in finding.evidence,
+        "loss_fell": facts.get("fall", (0.0, None))[0] > limit("majority"),
     }
     return all(evidence.get(name) == value for name, value in where.items())
 
@@ -343,7 +344,8 @@ def most_likely(
     if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
         return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _BY_FINDINGS:
-        fitting = [f for f in candidates if _fits(f, row["where"]) and not _is_older(f, findings)]
+        facts = findings.attrs.get("evidence", {})
+        fitting = [f for f in candidates if _fits(f, row["where"], facts) and not _is_older(f, findings)]
         firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):
