@@ -28,6 +28,7 @@ from stabilitylab.fixes.training import Training
 from stabilitylab.investigation import plan
 from stabilitylab.knowledge.remedies import REMEDIES_SHOWN, choose_remedies
 from stabilitylab.names.errors import InputError
+from stabilitylab.numerics.modes import flushes_denormals
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.probe.blackbox import rng_state
 from stabilitylab.replay.blame import blame
@@ -332,7 +333,10 @@ def failing_training(seed=0, lr=float("inf")):
 
 def test_an_arm_whose_program_fails_on_weights_that_are_not_finite_has_diverged(tmp_path):
     start = Start(function="tests.test_stranger_words:failing_training").to_dict()
+    threads = torch.get_num_threads()
     result = run_arm(start, Arm().to_dict(), 0, 8, str(tmp_path / "arm"))
+    # an arm sets both for its own steps; hypothesis refused to run in a process whose denormals were 0
+    assert not flushes_denormals() and torch.get_num_threads() == threads
     assert result["non_finite"] and result["steps"] < 8
     rows = [json.loads(line) for line in (tmp_path / "arm/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["loss"] != rows[-1]["loss"] and len(rows) == 2

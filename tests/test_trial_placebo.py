@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
+from stabilitylab.numerics.modes import fast_arithmetic
 from stabilitylab.trial.arm import Arm, ArmCurve, null_arm
 from stabilitylab.trial.batched import BatchedTraining
 from stabilitylab.trial.outcome import failure_chance, outcome
@@ -15,9 +15,9 @@ TINY = {"d_model": 16, "n_layer": 1, "n_head": 2, "seq": 16, "batch": 4, "clip":
 STATED = 0.05  # of a placebo that is said to help or to harm: 2.5 % each way
 
 
+@fast_arithmetic()
 def real_pool(lr, seeds=24, steps=60):
     "Losses of one recipe under many seeds: (seed, step)."
-    torch.set_flush_denormal(True)
     schedule = ((0, 1.0), (1, 1.0))
     bundle = BatchedTraining(
         [proxy_training(seed=s, lr=lr, steps=steps, schedule=schedule, **TINY) for s in range(seeds)]

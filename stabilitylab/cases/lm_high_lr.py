@@ -23,6 +23,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
 from ..models.tasks import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
+from ..numerics.modes import fast_arithmetic
 from ..probe.blackbox import pack_batches
 from ..probe.recorder import Recorder
 from ..replay.snapshot import Setup
@@ -160,6 +161,7 @@ def _keep_small(
     return path
 
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #b290c49f
+@fast_arithmetic()
 def make_lm_high_lr(
     path: str | Path,  # a new folder for the run
     n_steps: int = 400,  # optimizer steps, > 0
@@ -177,7 +179,6 @@ def make_lm_high_lr(
     if path.exists() and any(path.iterdir()):
         raise bad_input("path", str(path), "a new or empty folder", "the run is written whole")
     torch.manual_seed(seed)
-    torch.set_flush_denormal(True)
     model = LanguageModel(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=first_lr, betas=(0.9, 0.999), weight_decay=0.0)
     recorder = Recorder(

@@ -22,6 +22,7 @@ from ..fixes.registry import Fix, apply_all, fix, parameter_ranges
 from ..fixes.training import Stepped, Training
 from ..names.errors import bad_input
 from ..names.files import atomic_file, write_atomic
+from ..numerics.modes import fast_arithmetic
 from ..replay.device import chosen_devices
 from ..run.job import report_progress
 from .start import Start
@@ -330,6 +331,7 @@ class ArmTraining(_LoadedArm):
         return result
 
 # %% ../../nbs/api/trial/01_arm.ipynb #6bc0942f
+@fast_arithmetic(threads=1)  # several threads each would only wait for one another
 def run_arm(
     start: dict,  # of `Start.to_dict`
     arm: dict,  # of `Arm.to_dict`
@@ -342,9 +344,6 @@ def run_arm(
     "Trains one arm with one seed: what the child process of a trial does."
     if steps < 1:
         raise bad_input("steps", steps, "1 or more")
-    torch.set_flush_denormal(True)  # a saturated softmax makes denormal numbers, which are slow
-    # arms train side by side, and several threads each would only wait for one another
-    torch.set_num_threads(1)
     run = ArmTraining(start, arm, seed, steps, folder, chosen_devices(device)[0])
     while not run.ended:
         begin = time.perf_counter()

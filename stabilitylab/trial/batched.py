@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..fixes.training import Stepped, Training
 from ..names.errors import bad_input
+from ..numerics.modes import fast_arithmetic
 from ..replay.device import chosen_devices
 from ..run.job import report_progress
 from .arm import ArmTraining, run_arm
@@ -335,9 +336,12 @@ def train_batched(
     "Trains many arms, those of one shape as one model: what the child process of a sweep does."
     if not arms:
         raise bad_input("arms", "none", "at least one")
-    torch.set_flush_denormal(True)  # a saturated softmax makes denormal numbers, which are slow
-    torch.set_num_threads(threads)
-    device = chosen_devices(device)[0]
+    with fast_arithmetic(threads):
+        return _train_all(arms, chosen_devices(device)[0], keep_every)
+
+
+def _train_all(arms: list[dict], device: str, keep_every: int) -> dict:
+    "The same on a device, whose arithmetic is set."
     trainings = [ArmTraining(**arm, device=device) for arm in arms]
     calls = {str(arm["folder"]): arm for arm in arms}
     groups, alone = _groups(trainings)
@@ -356,6 +360,5 @@ def train_batched(
         arm.close()
     for arm in single:  # each is built anew, in a random state of its own
         run_arm(**calls[str(arm.folder)], device=device, keep_every=keep_every)
-        torch.set_num_threads(threads)
     together = len(trainings) - len(single)
     return {"together": together, "alone": {why: len(same) for why, same in alone.items()}}
