@@ -319,8 +319,8 @@ def test_what_stays_no_number_ends_a_run_where_it_is_its_loss_or_a_module(
 ):
     bad = finding("non_finite", series=series, modules=modules, stays=stays, names=names)
     whole = {"ends_it": True}
-    assert _fits(bad, whole) == bool(is_end)
-    assert _fits(bad, {"of_gradient": True}) == (is_end is None)
+    assert _fits(bad, whole, {}) == bool(is_end)
+    assert _fits(bad, {"of_gradient": True}, {}) == (is_end is None)
 
 
 SWAP = {"swap_seconds": (60.0, 37)}
