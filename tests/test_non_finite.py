@@ -40,7 +40,7 @@ PLANTED = {
         lambda h: F.cross_entropy(h, torch.full((5,), -100)),
         "forward nll_loss",
         "",
-        "all labels are ignored",
+        "no label counts",
     ),
     "no values": (lambda h: h[h > 1e9].mean(), "forward mean", "", "mean of no values"),
     "one value": (lambda h: h[:1].std(0), "forward std", "", "spread of a single value"),
@@ -62,7 +62,7 @@ PLANTED = {
         lambda h: F.cross_entropy(h.masked_fill(SOME, -torch.inf), torch.zeros(5, dtype=torch.long)),
         "forward masked_fill",
         "",
-        "an infinity that the program writes",
+        "the program writes this infinity",
     ),
 }
 
@@ -113,12 +113,12 @@ def test_values_that_were_there_before_the_step_are_its_origin():
     x = torch.randn(5, 3)
     x[2, 1] = torch.nan
     origin = origin_in(lambda h: h, x)
-    assert origin.words == "1 of 15 values of the batch were not finite before the step"
+    assert origin.words == "1 of 15 values of a tensor of the batch were not finite before the step"
     model = Net(lambda h: h)
     with torch.no_grad():
         model.layer.weight[0] = torch.inf
     origin = find_non_finite(model, lambda: model(torch.ones(2, 3)).sum().backward())
-    assert origin.words == "3 of 12 values of the weights were not finite before the step"
+    assert origin.words == "3 of 12 values of a weight or buffer were not finite before the step"
 
 
 def test_the_innermost_module_is_named_in_both_passes():
@@ -131,22 +131,35 @@ def test_the_innermost_module_is_named_in_both_passes():
     assert find_non_finite(model, lambda: model(torch.ones(2, 3)).sum().backward()).module == "1"
 
 
-def test_a_replay_names_the_operation_and_the_sample(tmp_path):
+def record(path, batches, loss_of):
+    "A record of a linear model, one step a batch."
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
-        for step in range(4):
-            pair = torch.randn(2, 8, 3)
-            if step == 2:
-                pair[1, 5] = pair[0, 5]
-            batch = recorder.batch({"left": pair[0], "right": pair[1]})
-            difference = model(batch["left"]) - model(batch["right"])
-            loss = (difference**2).sum(-1).sqrt().mean()
+    with Recorder(model, optimizer, path, snapshot_every=2) as recorder:
+        for given in batches:
+            batch = recorder.batch(given)
+            loss = loss_of(model, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             recorder.step(loss)
+
+
+def distance(model, batch):
+    difference = model(batch["left"]) - model(batch["right"])
+    return (difference**2).sum(-1).sqrt().mean()
+
+
+def matching(model, batch):
+    rows = model(batch["x"])
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def test_a_replay_names_the_operation_and_the_sample(tmp_path):
+    batches = [{"left": torch.randn(8, 3), "right": torch.randn(8, 3)} for _ in range(4)]
+    batches[2]["right"][5] = batches[2]["left"][5]
+    record(tmp_path / "run", batches, distance)
     answer = {"run": "run"} | examine(tmp_path / "run", 2, swap=False).to_dict()
     text = replay_text(answer)
     assert "not finite the gradient of `sqrt`: 0.125 / 0 = inf, in 1 of 8 values" in text
@@ -158,18 +171,7 @@ def test_a_replay_names_the_operation_and_the_sample(tmp_path):
 
 
 def test_a_loss_that_compares_samples_has_no_samples_of_its_own(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
-        for _ in range(3):
-            batch = recorder.batch({"x": torch.randn(8, 3)})
-            rows = model(batch["x"])
-            loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            recorder.step(loss)
+    record(tmp_path / "run", [{"x": torch.randn(8, 3)} for _ in range(3)], matching)
     reason = examine(tmp_path / "run", 2, swap=False).left_out["samples"]
     assert "it compares the samples with each other" in reason
 
@@ -208,3 +210,40 @@ def test_remedies_of_half_precision_are_not_tried_on_a_run_in_float32(dtype, nam
     assert [suggestion.name for suggestion in chosen][: len(names)] == names
     # the fix by itself lowers epsilon, and the report is of a higher one
     assert all(each.parameters == {"eps": 1e-4} for each in chosen if each.name == "adam_eps")
+
+
+class Masked(nn.Module):
+    "Attention scores under a mask that is a buffer; a row of it may hide everything."
+
+    def __init__(self, hides_row):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        mask = torch.full((4, 4), -torch.inf).triu(1)
+        mask[2] = -torch.inf if hides_row else mask[2]
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        return ((self.layer(x) + self.mask).softmax(-1) ** 2).sum()
+
+
+@pytest.mark.parametrize("where", ["buffer", "batch", "elsewhere"])
+def test_a_mask_that_was_there_before_is_no_origin_and_a_row_that_it_hides_is(where):
+    "The sum of a score and -inf was called too large for float32, and the softmax behind it was not named."
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 3), Masked(True)
+    mask = model.mask.clone()
+    if where != "buffer":
+        model.mask = None
+        model.forward = lambda x: ((model.layer(x) + mask).softmax(-1) ** 2).sum()
+    batch = {"mask": mask} if where == "batch" else None
+    origin = find_non_finite(model, lambda: model(x).backward(), batch)
+    assert (origin.operation, origin.count) == ("softmax", 4) and "a row is -inf throughout" in origin.cause
+    causal = Masked(False)
+    assert find_non_finite(causal, lambda: causal(x).backward()) is None
+
+
+def test_a_statistic_that_is_nan_before_the_step_is_one_of_the_weights():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    model[1].running_mean[1] = torch.nan
+    origin = find_non_finite(model, lambda: model(torch.ones(2, 3)).sum().backward())
+    assert origin.words == "1 of 4 values of a weight or buffer were not finite before the step"

@@ -454,20 +454,23 @@ def test_a_batch_that_is_not_finite_at_the_very_first_step_is_blamed(tmp_path):
     assert cause.id == "bad_inputs" and cause.step == 0
 
 
+PRECISION = {
+    "run": "r",
+    "step": 49,
+    "format": "bf16",
+    "micro_batches": 1,
+    "loss": 1.0,
+    "casts": {},
+    "eps": [],
+}
+PRECISION |= {"attention": None, "left_out": {}, "warning": ""}
+
+
 def test_lost_updates_of_a_step_with_a_low_rate_are_told_as_such():
     "At the end of a cosine, with a rate of 0.1 % of the highest, all updates are lost in bf16."
     update = {"param": "fc.bias", "lost": 1.0, "kept": 0.0, "kept_stochastic": 0.0}
     rows = [update | {"kept_stochastic_sd": 26.8}, update | {"param": "fc.weight", "kept_stochastic_sd": 0.2}]
-    result = {
-        "run": "r",
-        "step": 49,
-        "format": "bf16",
-        "micro_batches": 1,
-        "casts": {},
-        "eps": [],
-        "loss": 1.0,
-    }
-    result |= {"attention": None, "left_out": {}, "warning": "", "updates": rows}
+    result = PRECISION | {"updates": rows}
     text = step_text(result | {"rate_share": 0.0011})
     assert "learning rate is 0.11% of its highest" in text and text.count("one draw cannot tell") == 1
     assert "highest" not in step_text(result | {"rate_share": 0.4}) and "2680" not in text
@@ -515,15 +518,6 @@ def test_the_columns_of_lost_updates_stand_below_each_other_whatever_the_names()
     names = ["fc.bias", "model.layers.0.post_attention_layernorm.weight"]
     row = {"lost": 1.0, "kept": 0.0, "kept_stochastic": 0.0, "kept_stochastic_sd": 0.1}
     rows = [row | {"param": name} for name in names]
-    result = {
-        "run": "r",
-        "step": 49,
-        "format": "bf16",
-        "micro_batches": 1,
-        "casts": {},
-        "eps": [],
-        "loss": 1.0,
-    }
-    text = step_text(result | {"attention": None, "left_out": {}, "warning": "", "updates": rows})
+    text = step_text(PRECISION | {"updates": rows})
     lines = [line for line in text.splitlines() if "100.0%" in line]
     assert len({line.index("100.0%") for line in lines}) == 1 and len(lines) == 2

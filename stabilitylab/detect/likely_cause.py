@@ -343,8 +343,8 @@ def most_likely(
     end = _first(candidates, "crash")
     if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
         return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
+    facts = findings.attrs.get("evidence", {})
     for row in _BY_FINDINGS:
-        facts = findings.attrs.get("evidence", {})
         fitting = [f for f in candidates if _fits(f, row["where"], facts) and not _is_older(f, findings)]
         firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]

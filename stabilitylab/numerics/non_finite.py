@@ -42,8 +42,9 @@ class NonFiniteOrigin:
     def words(self) -> str:
         "What happened, in one sentence without its full stop."
         count = f"{self.count:,} of {self.size:,} values" if self.size > 1 else "its only value"
-        if self.phase in ("batch", "weights"):
-            return f"{count} of the {self.phase} were not finite before the step"
+        before = {"batch": "a tensor of the batch", "weights": "a weight or buffer"}
+        if self.phase in before:
+            return f"{count} of {before[self.phase]} were not finite before the step"
         forms = {"forward": "`{}` in the forward pass", "backward": "the gradient of `{}`"}
         what = forms.get(self.phase, "`{}` in the step of the optimizer").format(self.operation)
         values = f": {self.values}" if self.values else ""
@@ -56,12 +57,10 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 def _line(file: str, number: int) -> tuple[str, str] | None:
     "(file and line, its text); None for one of torch, of this package, or that cannot be read."
+    if file.startswith(("<frozen", *map(str, _PACKAGES))):
+        return None
     text = linecache.getline(file, number).strip()
-    return (
-        None
-        if file.startswith(("<frozen", *map(str, _PACKAGES))) or not text
-        else (f"{Path(file).name}, line {number}", text)
-    )
+    return (f"{Path(file).name}, line {number}", text) if text else None
 
 
 def _frames() -> Iterator[types.FrameType]:
@@ -98,6 +97,7 @@ class _Call:
     function: Any  # operation of torch
     args: tuple
     results: list[torch.Tensor]  # of floating point
+    has_infinity: bool  # whether it was given values that are not finite
     of: str = ""  # the operation whose gradient it helps to compute; '' in the forward pass
 
     @property
@@ -180,18 +180,18 @@ def _is_single(call: _Call) -> bool:
     return call.args[0].numel() == call.results[0].numel()
 
 
-def _is_written(call: _Call) -> bool:
-    "Whether the program writes an infinity here: it fills, or computes with the number."
+def _is_meant(call: _Call) -> bool:
+    "Whether an infinity is what the program asks for: it fills, or computes with one that it was given."
     if call.name in _FILLS or not _floats(call.args):
         return True
-    has_infinity = any(isinstance(each, float) and isinf(each) for each in call.args)
-    return has_infinity and not any(bool(tensor.isnan().any()) for tensor in call.results)
+    is_given = call.has_infinity or any(isinstance(each, float) and isinf(each) for each in call.args)
+    return is_given and not _has_nan(call.results)
 
 
 def _passes_range(call: _Call) -> bool:
     "Whether a result is too large for its number format."
     is_growing = call.name in _GROWING or (call.name == "div" and not call.is_zero(1))
-    return is_growing and not _is_written(call) and bool(call.results[0][call.bad].isinf().all())
+    return is_growing and not _is_meant(call) and bool(call.results[0][call.bad].isinf().all())
 
 # %% ../../nbs/api/numerics/06_non_finite.ipynb #45fe6299
 _Rule = tuple[tuple[str, ...], Callable[[_Call], bool], str]
@@ -214,7 +214,7 @@ _FORWARD: tuple[_Rule, ...] = (
     (
         ("nll_loss", "nll_loss2d"),
         lambda call: float(call.results[1]) == 0,
-        "all labels are ignored, so that the loss is the mean of no values",
+        "no label counts: all are ignored or of weight 0, so that the loss is the mean of no values",
     ),
     (
         ("ctc_loss",),
@@ -257,7 +257,7 @@ def _cause_of(call: _Call) -> str:
         try:
             if (call.of or call.name) in names and holds(call):
                 return words
-        except (IndexError, RuntimeError, TypeError):  # called in another way than the rule knows
+        except (IndexError, RuntimeError, TypeError, ValueError):  # called in another way than the rule knows
             continue
     if not _passes_range(call):
         return ""
@@ -268,6 +268,11 @@ def _cause_of(call: _Call) -> str:
 def _is_bad(tensor: torch.Tensor) -> bool:
     "Whether a tensor holds NaN or infinities."
     return bool(tensor.numel()) and not bool(torch.isfinite(tensor).all())
+
+
+def _has_nan(tensors: Iterable[torch.Tensor]) -> bool:
+    "Whether one of some tensors holds NaN."
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
 
 
 def _operation_of(node: Any) -> str:
@@ -282,15 +287,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 # %% ../../nbs/api/numerics/06_non_finite.ipynb #0716d7a0
 _UNSET = ("empty", "new_empty")  # what lies in such memory was never computed
-_INFINITY_REASON = "an infinity that the program writes, as a mask does, reached the loss"
+_INFINITY_REASON = "the program writes this infinity or was given it, as in a mask"
 
 
-class _Origins:
-    "Which values that are not finite began where."
-
-    def __init__(self) -> None:
-        self.by_storage: dict[int, NonFiniteOrigin] = {}
-        self.references: list[torch.Tensor] = []  # so that no other tensor comes to lie where these do
+class _Origins(dict[int, NonFiniteOrigin]):
+    """Storage -> where its values began that are not finite. A storage that was freed may be used again: what
+    is not finite in it then was marked anew."""
 
     def mark(
         self,
@@ -298,16 +300,15 @@ class _Origins:
         origin: NonFiniteOrigin,  # of these values
     ) -> None:
         "Note where the values of a tensor began."
-        self.by_storage[_storage(tensor)] = origin
-        self.references.append(tensor)
+        self[_storage(tensor)] = origin
 
     def first(
         self,
-        tensors: Iterable[torch.Tensor],  # of floating point
-    ) -> NonFiniteOrigin | None:  # None where all are finite
+        tensors: Iterable[torch.Tensor],  # with values that are not finite
+    ) -> NonFiniteOrigin | None:  # None where nothing is known of them
         "Of some tensors the first origin, one that was not meant before one that was."
-        origins = (self.by_storage.get(_storage(tensor)) for tensor in tensors if _is_bad(tensor))
-        return min(filter(None, origins), key=lambda origin: origin.is_meant, default=None)
+        origins = filter(None, (self.get(_storage(tensor)) for tensor in tensors))
+        return min(origins, key=lambda origin: origin.is_meant, default=None)
 
 # %% ../../nbs/api/numerics/06_non_finite.ipynb #87a25d5d
 class _Watch(TorchDispatchMode):
@@ -323,7 +324,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         "Runs an operation, and notes where a result that is not finite began."
         inputs = _floats((args, kwargs))
-        origin = self.origins.first(inputs)
+        before = list(filter(_is_bad, inputs))
+        origin = self.origins.first(before)
         if _name_of(func) == "ones_like" and any(f.f_code.co_name == "_make_grads" for f in _frames()):
             self.of_loss = self.of_loss or origin  # a backward pass begins with a one for its loss
         result = func(*args, **(kwargs or {}))
@@ -331,10 +333,9 @@ class _Watch(TorchDispatchMode):
             self.modules.setdefault(torch.autograd._get_sequence_nr() - 1, self._running_module())
         results = _floats(result) + (inputs if func._schema.is_mutable else [])
         bad = [] if _name_of(func).startswith(_UNSET) else list(filter(_is_bad, results))
-        is_new = origin is None or (origin.is_meant and any(bool(tensor.isnan().any()) for tensor in bad))
-        if bad and is_new:
+        if bad and (origin is None or (origin.is_meant and _has_nan(bad))):
             others = [tensor for tensor in results if tensor is not bad[0]]
-            origin = self._new_origin(_Call(func, args, [bad[0], *others]))
+            origin = self._new_origin(_Call(func, args, [bad[0], *others], bool(before)))
         for tensor in bad:
             self.origins.mark(tensor, cast(NonFiniteOrigin, origin))
         return result
@@ -356,7 +357,7 @@ class _Watch(TorchDispatchMode):
         is_update = _running("step", torch.optim.Optimizer) is not None and not torch.is_grad_enabled()
         begin = "update" if is_update else "forward", call.name, *counts
         code = self._running_module(), *_running_line()
-        if _is_written(call):
+        if _is_meant(call):
             return NonFiniteOrigin(*begin, "", _INFINITY_REASON, *code, is_meant=True)
         return NonFiniteOrigin(*begin, _entry_words(call), _cause_of(call), *code)
 
@@ -368,12 +369,14 @@ def find_non_finite(
 ) -> NonFiniteOrigin | None:  # None where loss, gradients and weights are finite
     "Finds the operation from which the loss of a step became NaN or infinite, else its gradients or weights."
     watch = _Watch(model)
-    before = {"weights": _floats([*model.parameters()]), "batch": _floats([*tensors_of(batch)])}
-    for phase, tensors in before.items():
-        for tensor in filter(_is_bad, tensors):
-            counts = int((~torch.isfinite(tensor)).sum()), tensor.numel()
-            watch.origins.mark(tensor.detach(), NonFiniteOrigin(phase, phase, *counts))
+    of_model = [*model.parameters(), *model.buffers()]
+    for phase, tensors in {"weights": of_model, "batch": [*tensors_of(batch)]}.items():
+        for tensor in filter(_is_bad, _floats(tensors)):
+            values = tensor.detach()[~torch.isfinite(tensor)]
+            is_mask = bool((values == -torch.inf).all())
+            origin = NonFiniteOrigin(phase, phase, values.numel(), tensor.numel(), is_meant=is_mask)
+            watch.origins.mark(tensor.detach(), origin)
     with torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
         run()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return watch.of_loss or watch.origins.first([*gradients, *model.parameters()])
+    return watch.of_loss or watch.origins.first(filter(_is_bad, [*gradients, *model.parameters()]))

@@ -134,6 +134,7 @@ def _new_axes(dpi: int, width: float, count: int) -> list[Axes]:
     low = count - 1
     height = 0.35 * width + 1.0 + 1.15 * low
     figure = new_figure(width, height, dpi)
+    # numbers of eight characters at the left, such as 0.000104
     sides = {"left": 0.72 / width, "right": 1 - 0.15 / width}
     margins = sides | {"top": 1 - 0.5 / height, "bottom": 0.45 / height, "hspace": 0.3}
     ratios = [3.0] + [1.0] * low

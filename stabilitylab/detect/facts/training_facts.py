@@ -26,7 +26,7 @@ def _may_be_cross_entropy(steps: Steps, first_loss: float, chance: float) -> boo
     logits = float(largest.sel(module=module)[0])
     usual = steps.table("activations", "rms")
     size = np.nan if usual is None else float(usual.sel(module=module)[0])
-    # four times what Gaussian logits cost, as others have heavier tails
+    # four times what Gaussian logits cost, as others have heavier tails: our convention
     bounds = [bound for bound in (2 * logits, size + 2 * size**2) if np.isfinite(bound)]
     return not bounds or first_loss <= chance + min(bounds)
 
