@@ -40,7 +40,7 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     "": "the replay is the recorded step",
     "unrecorded": "the replay cannot be checked: step {step} has no recorded loss and no gradient above 0",
     "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
-    " the one that was optimized",
+    " the one that was optimized{of}",
     "rounding": "another processor or library ({changed}) sums in another order; everything else agrees",
     "noise": "the same step differs from itself here by as much: some kernel adds in an order that changes",
     "drift": "the sums of another processor or library ({changed}) were magnified over {count} steps; replay"
@@ -284,6 +284,17 @@ _VALUE_CLIPS = (1.0, 0.5, 0.1, 0.01, 0.05, 0.25, 5.0)  # largest values that loo
 def _by_value(value: float) -> Callable:
     "What clips every entry of a gradient."
     return lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), value)
+
+
+def clipping(
+    clip: float | str | None,  # evidence of a fault, as from `clip_that_fits`; None: without clipping
+) -> tuple[float | Callable | None, str]:  # for `Setup.clip`: the value, and its source
+    "A clipping that was found, for a setup."
+    if isinstance(clip, str):
+        value = float(clip.split()[0])
+        code = f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {value})"
+        return _by_value(value), code
+    return clip, repr(clip)
 
 
 def _update_with(clip: Any, step: Retraced, facts: StepFacts) -> float:
