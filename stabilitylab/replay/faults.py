@@ -306,7 +306,7 @@ def _update_with(clip: Any, step: Retraced, facts: StepFacts) -> float:
     meter.probe.remove()
     return numbers["update_norm"]
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #5129d011
 def clip_that_fits(
     step: Retraced,  # recorded and replayed
     facts: StepFacts,  # of the replayed steps

@@ -161,7 +161,7 @@ def _micro_batch(facts: StepFacts) -> str:
     nearest = min(range(count), key=lambda i: apart[i])
     return f": it is that of micro-batch {nearest + 1} of {count} alone" if apart[nearest] <= EQUAL else ""
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #74f4de4d
 def _allowed(facts: StepFacts, is_other_order: bool) -> list[float]:
     "How far each step may be from the record where sums are, or may be, added in another order; relative."
     reach = np.maximum.accumulate(rounding_reach(facts.path, facts.way))
@@ -222,8 +222,8 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     step, name = difference
     if name == "loss" and _is_other_loss(way):
         is_recorded = bool(way.steps[-1].recorded.get("grad_norm"))  # its loss says nothing here
-        fault = ("other loss", {"of": _micro_batch(facts)}) if is_recorded else ("unrecorded", {})
-        return *fault, suspect
+        evidence = {"of": _micro_batch(facts)} if is_recorded else {}
+        return "other loss" if is_recorded else "unrecorded", evidence, suspect
     is_noise = _is_noise(facts, step, name)
     if is_noise or _may_be_rounding(facts, step, name):
         beyond = _first_difference(way, _allowed(facts, is_noise or facts.is_elsewhere))
