@@ -149,19 +149,29 @@ def _micro_batch(facts: StepFacts) -> str:
     if len(step.parts) < 2:
         return ""
 
-    def loss(model: torch.nn.Module, part: Any) -> torch.Tensor:
-        "That of the setup, kept."
+    def loss(
+        model: torch.nn.Module,  # the model of the step
+        part: Any,  # one micro-batch
+    ) -> torch.Tensor:
+        "The loss of the setup, which is kept."
         value = setup.loss(model, part)
         losses.append(float(value.detach()))
         return value
 
     Walk(facts.path, replace(way.start, setup=replace(setup, loss=OfPart(loss, takes_part=True)))).take()
     recorded, count = way.steps[0].recorded["loss"], len(losses)
-    apart = [min(distance(recorded, times * value) for times in (1, count)) for value in losses]
+    apart = [min(distance(recorded, value), distance(recorded, count * value)) for value in losses]
     nearest = min(range(count), key=lambda i: apart[i])
     return f": it is that of micro-batch {nearest + 1} of {count} alone" if apart[nearest] <= EQUAL else ""
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #74f4de4d
+def _other_loss(facts: StepFacts) -> tuple[str, dict]:
+    "The words for a loss that is another number than the optimized one."
+    if not facts.way.steps[-1].recorded.get("grad_norm"):  # its loss says nothing here
+        return "unrecorded", {}
+    return "other loss", {"of": _micro_batch(facts)}
+
+
 def _allowed(facts: StepFacts, is_other_order: bool) -> list[float]:
     "How far each step may be from the record where sums are, or may be, added in another order; relative."
     reach = np.maximum.accumulate(rounding_reach(facts.path, facts.way))
@@ -221,9 +231,7 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
         return "" if is_recorded else "unrecorded", {}, suspect
     step, name = difference
     if name == "loss" and _is_other_loss(way):
-        is_recorded = bool(way.steps[-1].recorded.get("grad_norm"))  # its loss says nothing here
-        evidence = {"of": _micro_batch(facts)} if is_recorded else {}
-        return "other loss" if is_recorded else "unrecorded", evidence, suspect
+        return *_other_loss(facts), suspect
     is_noise = _is_noise(facts, step, name)
     if is_noise or _may_be_rounding(facts, step, name):
         beyond = _first_difference(way, _allowed(facts, is_noise or facts.is_elsewhere))
