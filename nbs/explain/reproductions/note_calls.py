@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 import xarray as xr
 
-from reproductions import note_logs, note_states, note_trials
+from reproductions import note_logs, note_states, note_trials, vision
 from stabilitylab import _modidx
 from stabilitylab.names.errors import bad_input
 
@@ -25,7 +25,7 @@ def homes() -> dict[str, str]:
         found |= {
             s.removeprefix(f"{module}."): module for s in symbols if s.count(".") == module.count(".") + 1
         }
-    for own in (note_logs, note_states, note_trials):
+    for own in (note_logs, note_states, note_trials, vision):
         names = (
             name for name, value in vars(own).items() if getattr(value, "__module__", "") == own.__name__
         )

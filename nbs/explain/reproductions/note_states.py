@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from reproductions.vision import VisionLanguageModel, picture_task
 from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.fixes.training import Training
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.tasks import copy_task, model_loss, picture_task
-from stabilitylab.models.vision import VisionLanguageModel
+from stabilitylab.models.tasks import copy_task, model_loss
 from stabilitylab.names.errors import bad_input
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 
