@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from nbs.explain.reproductions.traces import HELD_OUT, KINDS, make_trace
 from stabilitylab import read_runs
 from stabilitylab.cases.layers import LAYER_CASES
 from stabilitylab.cases.logs import LOG_CASES, log_case
-from stabilitylab.cases.traces import HELD_OUT, KINDS, make_trace
 from stabilitylab.detect import diagnose as detection
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.findings import Finding

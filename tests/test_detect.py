@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import xarray as xr
 
+from reproductions.traces import HELD_OUT, score_rules
 from stabilitylab import compare_runs, diagnose, read_runs
 from stabilitylab.cases.logs import log_case
-from stabilitylab.cases.traces import HELD_OUT, score_rules
 from stabilitylab.detect.layers.activations import find_activation_explosion
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.loss.spike_rules import RULES

@@ -145,6 +145,11 @@ def test_an_update_that_is_large_for_its_rate_counts_unless_its_gradient_was():
     assert facts_of(data, "update_peak", "grad_at_peak") == [(5, 40), (1, 40)]
     data["gradients"]["grad_norm"][40] *= 5
     assert facts_of(data, "update_peak")[0][0] == 1
+    # momentum: the steps behind a large gradient are large too, and no larger than its own
+    data["updates"]["update_norm"][41:44] *= [[4.9], [4.0], [3.0]]
+    assert facts_of(data, "update_peak")[0][0] == 1
+    data["updates"]["update_norm"][43] *= 2
+    assert facts_of(data, "update_peak")[0][1] == 43
     data["scalars"]["lr"][:] = 0
     assert facts_of(data, "update_peak") == [None]
 
@@ -194,6 +199,7 @@ def test_early_updates_are_the_second_largest_of_matrices_and_need_five_steps():
     data = ordinary()
     data["updates"]["update_ratio"][[3, 7]] = [[0.5] * 4, [0.4] * 4]
     assert facts_of(data, "early_update", "head_update", "qk_update") == [(0.4, 3), (1, None), (1, None)]
+    assert facts_of(data, "head_step", "qk_step") == [(0.5, None), (0.5, None)]
     data["updates"]["update_ratio"][:16] = np.nan
     assert facts_of(data, "early_update") == [None]
     vectors = {name: (4,) for name in SHAPES}

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from reproductions.vision import VisionLanguageModel
 from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix, fixes, parameter_ranges
 from stabilitylab.fixes.submodules import embedding_tables, output_layer
 from stabilitylab.fixes.training import Training
@@ -17,7 +18,6 @@ from stabilitylab.knowledge.remedies import load_rows
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.tasks import copy_task, model_loss
-from stabilitylab.models.vision import VisionLanguageModel
 from stabilitylab.names.errors import InputError
 
 NAMES = fixes().name.tolist()

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from stabilitylab.cases import notes, registry
-from stabilitylab.cases.notes import is_found, run_call
+from reproductions import note_calls, note_logs, note_states
+from reproductions.note_calls import is_found, run_call
+from stabilitylab.cases import registry
 from stabilitylab.detect.likely_cause import _BY_FINDINGS as LIKELY_CAUSES
 from stabilitylab.fixes.registry import fix, fixes
 from stabilitylab.knowledge.crashes import explain_crash
@@ -234,7 +235,7 @@ def test_every_call_gives_arguments_that_its_function_takes():
     "Slow calls run apart: a parameter that they alone give was taken away."
     for call in CALLS:
         for node in (n for n in ast.walk(ast.parse(call)) if isinstance(n, ast.Call)):
-            home = notes._homes().get(getattr(node.func, "id", ""))
+            home = note_calls.homes().get(getattr(node.func, "id", ""))
             keywords = [keyword.arg for keyword in node.keywords]
             if home is None or None in keywords or any(isinstance(a, ast.Starred) for a in node.args):
                 continue
@@ -249,6 +250,9 @@ def test_every_slow_call_finds_what_its_item_says(call):
 
 
 def test_a_call_that_finds_nothing_is_told():
+    assert not is_found(run_call('(tried("lower_lr"), tried("lower_lr", factor=1.0))'))
+    with pytest.raises(InputError, match="others tell nothing"):
+        is_found(run_call('"a word"'))
     assert not is_found(run_call('finds("multithreading off", "divergence")'))
     CALLS["1 / 0"] = "none"
     assert list(shown(["1 / 0"])) == ["none"]
@@ -256,7 +260,7 @@ def test_a_call_that_finds_nothing_is_told():
 
 def test_no_call_finds_its_thing_where_there_is_none(monkeypatch):
     "Every log is a healthy one, no fix changes anything, no case is found: then no call may find a thing."
-    healthy, table = notes.note_findings("multithreading off"), pd.DataFrame({"part": []})
+    healthy, table = note_logs.note_findings("multithreading off"), pd.DataFrame({"part": []})
     table.attrs["losses"] = [0.0]
     not_found = SimpleNamespace(found=False, leads={}, module="", severity="")
     empty = {
@@ -267,7 +271,7 @@ def test_no_call_finds_its_thing_where_there_is_none(monkeypatch):
         "score_case": not_found,
     }
     for name, result in empty.items():
-        home = notes if hasattr(notes, name) else registry
+        home = next(module for module in (note_logs, note_states, registry) if hasattr(module, name))
         monkeypatch.setattr(home, name, lambda *_, result=result, **__: result)
     calls = [c for c in CALLS if re.search(rf"\b(finds|{'|'.join(empty)})\(", c)]
     assert len(calls) > 150

@@ -288,7 +288,8 @@ def words_by_room() -> dict[str, set[str]]:
                 else " ".join(re.findall(r"`(\w+)", text)) * (room == "guide")
             )
             words[room].update(re.findall(r"\w+", text))
-    words["guide"].update(re.findall(r"\w+", (PACKAGE / "__init__.py").read_text(encoding="utf-8")))
+    for path in (PACKAGE / "__init__.py", *(ROOT / "nbs" / "explain").rglob("*.py")):
+        words["guide"].update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return words
 
 

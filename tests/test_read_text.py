@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.follow import Follower
-from stabilitylab.read.logs.text_formats import text_records
+from stabilitylab.read.logs.consoles import text_records
 from stabilitylab.read.recognise import formats
 from stabilitylab.read.runs import read_log, read_runs
 from stabilitylab.read.scan import Scan

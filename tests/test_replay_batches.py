@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from stabilitylab.mcp.reading import batch_rows
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
@@ -21,7 +22,6 @@ from stabilitylab.numerics.pytree import batch_form, is_same, loop_tensors, rest
 from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import _count_samples, _sample, blame
-from stabilitylab.replay.contents import batch_rows
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup

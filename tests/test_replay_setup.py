@@ -19,6 +19,7 @@ from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
+from stabilitylab.replay.setup_file import checked
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.step import replay
@@ -611,3 +612,68 @@ def test_a_black_box_without_its_list_of_files_was_not_copied_whole(tmp_path):
     (tmp_path / "blackbox" / "snapshot-0.pt").write_bytes(b"")
     with pytest.raises(InputError, match=r"index.json, is missing: copy the record anew"):
         opened(tmp_path).box()
+
+
+@pytest.mark.parametrize(
+    "handed, words", [(0, "micro-batch 1 of 3 alone"), (2, "micro-batch 3 of 3 alone"), (None, "")]
+)
+def test_the_loss_of_one_micro_batch_is_told_as_such(tmp_path, handed, words):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adam(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=10, merge=False) as recorder:
+        for step in range(3):
+            losses = []
+            for micro in range(3):
+                losses.append(mean_loss(model, recorder.batch(part_of(step, micro))))
+                (losses[-1] / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(losses[0] * losses[1] if handed is None else losses[handed])
+    check = check_setup(tmp_path / "run", 2, replace(SETUP, clip=None, schedule=None))
+    assert check.is_exact and check.fault == "other loss" and check.words.endswith(words or "optimized")
+
+
+def write_draft(run, clip):
+    "The record's own draft, which clips so."
+    lines = [
+        "from dataclasses import replace",
+        "from test_replay_setup import SETUP, Net",
+        "def make_model():",
+        "    return Net()",
+        "def setup(path):",
+        "    return replace(",
+        "        SETUP,",
+        "        model=make_model,",
+        f"        clip={clip},  # as the loop clips",
+        "    )",
+    ]
+    (run / "replay_setup.py").write_text("\n".join(lines) + "\n")
+    return run / "replay_setup.py"
+
+
+@pytest.mark.parametrize("limit, drafted", [(0.05, "None"), (None, "0.01")])
+def test_a_draft_that_clips_otherwise_is_mended_by_the_replay(tmp_path, limit, drafted):
+    run = record(tmp_path / "run", setup=replace(SETUP, clip=limit))
+    draft = write_draft(run, drafted)
+    beside = draft.rename(tmp_path / "mine.py")  # a file that is not the record's own is left alone
+    before = beside.read_text()
+    assert checked(run, 3, f"{beside}:setup").check.fault in ("clipping", "no clipping")
+    assert beside.read_text() == before
+    beside.rename(draft)
+    check = checked(run, 3).check
+    assert check.is_exact and f"with {limit}, which stands there now" in check.words
+    assert f"        clip={limit},  #" in draft.read_text()
+    again = checked(run, 3).check
+    assert again.is_exact and not again.mended
+
+
+def test_a_draft_with_another_fault_beside_its_clipping_is_left_as_it_is(tmp_path):
+    def double(step, model):
+        if step == 1:
+            model.fc2.weight.data.mul_(2)
+
+    run = record(tmp_path / "run", setup=replace(SETUP, clip=0.05), after=double)
+    draft = write_draft(run, "None")
+    before = draft.read_text()
+    assert not checked(run, 3).check.is_step and draft.read_text() == before

@@ -25,9 +25,18 @@ from reproductions.results import (
 )
 from reproductions.sinks import measured_arm, sink_arms
 from reproductions.stored import store_row, stored_rows
+from reproductions.vision import (
+    VisionLanguageModel,
+    caption,
+    draw,
+    part_config,
+    picture_task,
+    pretrained_parts,
+)
 from stabilitylab.cases.states import trained_reader, trigger_batch
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.names.errors import InputError
 from stabilitylab.trial.outcome import paired_interval
 
 PARTLY = {"R7": ["spikes with β₂ 0.99, troughs of the bare loss"]}  # does not come out, and is told
@@ -231,3 +240,35 @@ def test_the_frozen_vlm_shows_what_its_page_says_and_no_more():
         assert all(arms[f"{kind}, rate 0.1{name}"][ends_high] == [1.0] * 3 for kind in ("bf16", "fp32"))
     helps = effects.index[effects.verdict == "helps"].tolist()
     assert helps == ["bf16, rate 0.01, norms of the frozen model train"]
+
+
+def test_frozen_parts_are_the_same_in_every_model_and_stay_outside_the_caller_s_randomness():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    pretrained_parts.cache_clear()
+    text, _ = pretrained_parts(steps=1)
+    assert torch.equal(before, torch.get_rng_state())
+    a, b = (VisionLanguageModel(part_config(), pretrain_steps=1) for _ in range(2))
+    assert all(torch.equal(a.language.state_dict()[k], v) for k, v in text.items())
+    assert all(
+        torch.equal(p, q) for p, q in zip(a.language.parameters(), b.language.parameters(), strict=True)
+    )
+    assert {n.split(".")[0] for n, p in a.named_parameters() if p.requires_grad} == {"new"}
+    with pytest.raises(InputError, match="the words of the captions"):
+        VisionLanguageModel(ModelConfig(d_model=32))
+
+
+def test_pictures_are_a_function_of_the_step_and_their_captions_name_them():
+    batch, again = picture_task(6).at(3), picture_task(6).at(3)
+    assert all(batch[name].equal(again[name]) for name in batch) and batch["pictures"].shape == (6, 3, 16, 16)
+    assert caption(0, 0, 4) == [1, 3, 6, 9, 4, 5, 12, 2]
+    assert draw("disc", "green", 8, 8)[1, 8, 8] == 1 and not draw("disc", "green", 8, 8)[0].any()
+
+
+def test_with_closed_gates_the_joined_model_is_the_language_model():
+    model, batch = VisionLanguageModel(pretrain_steps=0), picture_task(4).at(0)
+    joined = model(batch["pictures"], batch["tokens"])
+    assert joined.equal(model.language(batch["tokens"]))
+    assert not VisionLanguageModel(gate=1.0, pretrain_steps=0)(batch["pictures"], batch["tokens"]).equal(
+        joined
+    )

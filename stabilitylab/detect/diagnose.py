@@ -226,5 +226,6 @@ def diagnose(
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
     shown_by = {"evidence": evidence(run, findings), "absent": _absent(run), "loss": loss_name(run)}
+    shown_by["precision"] = run_context(run, findings).precision
     attrs = origin | _span(run) | {name: v for name, v in shown_by.items() if v}
     return fitted_to_cause(Findings(findings, attrs))

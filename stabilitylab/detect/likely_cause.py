@@ -223,8 +223,11 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
     )
 
 
-def _possible(actions: list[str], is_recorded: bool) -> tuple[str, ...]:
+def _possible(actions: list[str], attrs: Mapping) -> tuple[str, ...]:
     "What to do next; a log holds no step to replay, so such a step has to be recorded before."
+    is_recorded = "evidence" in attrs
+    if attrs.get("precision", "fp16") != "fp16":
+        actions = [action for action in actions if not action.startswith("In fp16:")]
     at = next((i for i, action in enumerate(actions) if action.startswith("Replay ")), None)
     return tuple(actions) if is_recorded or at is None else (*actions[:at], _RESUME, *actions[at:])
 
@@ -350,7 +353,7 @@ def most_likely(
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):
             reasons = tuple(f.explanation for f in chosen[:_REASONS])
-            actions = _possible(row["next"], is_recorded="evidence" in findings.attrs)
+            actions = _possible(row["next"], findings.attrs)
             words, cures = about(findings.attrs.get("loss"), row["cause"]), tuple(row.get("cures", ()))
             return MostLikely(words, reasons, actions, cures=cures)
     if is_well:  # layers were recorded, and the loss has nothing to explain

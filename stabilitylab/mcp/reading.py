@@ -7,22 +7,98 @@ __all__ = []
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #314b3598
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pandas as pd
+import torch
+
+from ..checkpoint.diff import diff_checkpoints
+from ..checkpoint.open import open_checkpoint
+from ..checkpoint.scan import scan_checkpoint
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..investigation.opening import open_recordings
 from .answers import allowed_path, answer
 from .trial_job import TrialJob
 from ..names.errors import bad_input
+from ..numerics.pytree import LOOP, batch_alone, loop_tensors
+from ..replay.snapshot import load_batch
 from ..report.brief import MOST_CHARACTERS, Brief
 from ..report.brief import brief as brief_of
 from ..report.content import step_to_replay
 from ..report.json_report import run_json
 from ..run.curves import loss_name, scalars_of, series_between, tensor_rows
-from ..run.recording import Recording, nearest_step
+from ..run.recording import Recording, nearest_step, opened
 from ..run.scalars import series_names, summary
+
+# %% ../../nbs/api/mcp/02_reading.ipynb #e02b9ef6
+def _tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    "The tensors of a batch with the names by which they are reached."
+    if isinstance(value, torch.Tensor):
+        yield name or "batch", value
+        return
+    items = value.items() if hasattr(value, "items") else ()
+    if isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, inner in items:
+        yield from _tensors(inner, f"{name}.{key}" if name else str(key))
+
+
+def _statistics(tensor: torch.Tensor) -> dict:
+    "What one tensor holds."
+    flat = tensor.detach().reshape(-1)
+    values = flat.double() if flat.dtype != torch.bool else flat.to(torch.float64)
+    finite = values[values.isfinite()]
+    counts = torch.unique(values, return_counts=True)[1] if len(values) else torch.zeros(1)
+    rows = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 and tensor.numel() else None
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "min": float(finite.min()) if len(finite) else float("nan"),
+        "max": float(finite.max()) if len(finite) else float("nan"),
+        "mean": float(finite.mean()) if len(finite) else float("nan"),
+        "nonfinite": int(len(values) - len(finite)),
+        "distinct": len(counts) if len(values) else 0,
+        "commonest_share": float(counts.max() / max(1, len(values))),
+        "equal_rows": 0 if rows is None else int(len(rows) - len(torch.unique(rows, dim=0))),
+    }
+
+
+def batch_rows(
+    path: str | Path | Recording,  # folder of a record with a black box
+    steps: Sequence[int],  # recorded steps
+) -> pd.DataFrame:  # one row per tensor of a micro-batch
+    "Statistics of recorded batches: range, distinct values, most common value and identical samples."
+    rows = []
+    for step in steps:
+        for part, values in enumerate(load_batch(path, step).parts):
+            named = [*_tensors(batch_alone(values)), *_tensors(loop_tensors(values), LOOP)]
+            rows += [{"step": step, "part": part, "tensor": name} | _statistics(t) for name, t in named]
+    return pd.DataFrame(rows)
+
+# %% ../../nbs/api/mcp/02_reading.ipynb #5734eb5c
+def state_rows(
+    path: str | Path | Recording,  # folder of a record with a black box
+    a: int,  # step of the first snapshot
+    b: int,  # step of the later snapshot
+) -> pd.DataFrame:  # columns of `diff_checkpoints`, and all_zero; attrs settings [(name, a, b)]
+    "The differences between two snapshots: new NaNs first, then new zeros, then by size of change."
+    box = opened(path).box()
+    files = {row["step"]: box.folder / row["file"] for row in box.snapshots}
+    for argument, step in (("a", a), ("b", b)):
+        if step not in files:
+            raise bad_input(argument, step, f"a step of a snapshot: {', '.join(map(str, sorted(files)))}")
+    earlier, later = open_checkpoint(files[a]), open_checkpoint(files[b])
+    table = diff_checkpoints(earlier, later, progress=False)
+    absmax = scan_checkpoint(later, progress=False).absmax
+    table["all_zero"] = (absmax.reindex(table.index) == 0) & (table.change > 0)
+    attrs = dict(table.attrs)
+    table = table.rename(index=attrs["names"])
+    order = ["became_nonfinite", "all_zero", "change"]
+    table = table.sort_values(order, ascending=False, kind="stable")
+    table.attrs = {"settings": attrs["settings"], "steps": (a, b)}
+    return table
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #9f65ca1e
 class Runs:
@@ -194,7 +270,6 @@ class ReadingTools(_CurveTools):
         steps: list[int],  # recorded
     ) -> dict:
         "Range, distinct values, share of the most common value and equal samples of recorded batches."
-        from stabilitylab.replay.contents import batch_rows
 
         recording, _ = self._open(run)
         if not steps:
@@ -210,7 +285,6 @@ class ReadingTools(_CurveTools):
         top: int = 15,  # rows
     ) -> dict:
         "What changed between two snapshots of a run, by tensor: NaN first, then what is all zero now."
-        from stabilitylab.replay.contents import state_rows
 
         table = state_rows(self._open(run)[0], a, b)
         rows = table.head(top).reset_index(names="tensor").to_dict("records")

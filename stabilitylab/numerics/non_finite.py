@@ -261,8 +261,9 @@ def _cause_of(call: _Call) -> str:
             continue
     if not _passes_range(call):
         return ""
-    info = torch.finfo(call.results[0].dtype)
-    return f"it passes {info.max:.4g}, the largest {info.dtype}"
+    info, inputs = torch.finfo(call.results[0].dtype), _floats(call.args)
+    largest = max(float(each.abs().max()) for each in inputs if each.numel())
+    return f"it passes {info.max:.4g}, the largest {info.dtype}; its inputs reach {largest:.3g}"
 
 # %% ../../nbs/api/numerics/06_non_finite.ipynb #edddbc6a
 def _is_bad(tensor: torch.Tensor) -> bool:

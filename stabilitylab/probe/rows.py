@@ -141,7 +141,8 @@ def _param_columns(
             "optimizer/v_below_eps_frac": steps[:, 11] / n,
             "optimizer/nonfinite_count": steps[:, 7],
         }
-    return {k: v.astype(np.float32) for k, v in out.items()}
+    with np.errstate(over="ignore"):  # a square beyond float32 is kept as infinite
+        return {k: v.astype(np.float32) for k, v in out.items()}
 
 # %% ../../nbs/api/probe/14_rows.ipynb #f0c0c11b
 _WORDS = {"out": "forward output", "in": "forward input", "grad": "gradient of the output"}

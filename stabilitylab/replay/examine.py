@@ -27,8 +27,8 @@ from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, replay_device
 from .rare_tokens import losses_by_frequency
 from .retrace import Retrace, is_equal
-from .setup_check import SetupCheck, checked_retrace
-from .setup_file import setup_of
+from .setup_check import SetupCheck
+from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, first_non_finite, replay

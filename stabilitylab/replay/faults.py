@@ -40,7 +40,7 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     "": "the replay is the recorded step",
     "unrecorded": "the replay cannot be checked: step {step} has no recorded loss and no gradient above 0",
     "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
-    " the one that was optimized",
+    " the one that was optimized{of}",
     "rounding": "another processor or library ({changed}) sums in another order; everything else agrees",
     "noise": "the same step differs from itself here by as much: some kernel adds in an order that changes",
     "drift": "the sums of another processor or library ({changed}) were magnified over {count} steps; replay"
@@ -286,6 +286,17 @@ def _by_value(value: float) -> Callable:
     return lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), value)
 
 
+def clipping(
+    clip: float | str | None,  # evidence of a fault, as from `clip_that_fits`; None: without clipping
+) -> tuple[float | Callable | None, str]:  # for `Setup.clip`: the value, and its source
+    "A clipping that was found, for a setup."
+    if isinstance(clip, str):
+        value = float(clip.split()[0])
+        code = f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {value})"
+        return _by_value(value), code
+    return clip, repr(clip)
+
+
 def _update_with(clip: Any, step: Retraced, facts: StepFacts) -> float:
     "The norm of the update of a step when it and all before it, from the snapshot on, are clipped so."
     start = replace(facts.way.start, setup=replace(facts.way.start.setup, clip=clip))
@@ -295,7 +306,7 @@ def _update_with(clip: Any, step: Retraced, facts: StepFacts) -> float:
     meter.probe.remove()
     return numbers["update_norm"]
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #5129d011
 def clip_that_fits(
     step: Retraced,  # recorded and replayed
     facts: StepFacts,  # of the replayed steps

@@ -26,8 +26,7 @@ from stabilitylab.numerics.rounding.loss_cast import (
 )
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
-from .setup_check import checked_retrace
-from .setup_file import setup_of
+from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay

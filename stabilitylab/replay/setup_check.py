@@ -8,6 +8,7 @@ __all__ = ['Check', 'SetupCheck', 'check_setup']
 # %% ../../nbs/api/replay/14_setup_check.ipynb #bcc954b2
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +30,8 @@ from stabilitylab.replay.retrace import (
     retrace,
     rounding_reach,
 )
-from .snapshot import load_snapshots
-from .state import Setup, Snapshot
+from .snapshot import Walk, load_batch
+from .state import OfPart, Setup, Snapshot
 from .step import noise_floor, replay
 from .step_facts import StepFacts, facts_of
 from ..run.recording import Recording, opened
@@ -69,12 +70,14 @@ class SetupCheck:
     evidence: dict = field(default_factory=dict)  # values that the sentence about the fault names
     checks: tuple[Check, ...] = ()  # comparisons at the first differing step, or else the suspect step
     missing: tuple[str, ...] = ()  # quantities that were not recorded and cannot be checked
+    mended: str = ""  # what the check changed in the draft of the record, as a sentence
 
     @property
     def words(self) -> str:
         "The result as a sentence."
         words = (FAULTS | _ELSEWHERE)[self.fault]
         words = words.format(**{"step": self.step, "start": self.start} | self.evidence)
+        words = f"{words}; {self.mended}" if self.mended else words
         return words if self.is_step else f"this replay is not the recorded step: {words}"
 
     def to_dict(self) -> dict:
@@ -138,6 +141,37 @@ def _is_other_loss(way: Retrace) -> bool:
     return apart <= EQUAL or (begin <= ROUNDING and apart <= DRIFT and is_number)
 
 
+def _micro_batch(facts: StepFacts) -> str:
+    "The micro-batch whose loss alone was handed over, in words; '' if it is that of none."
+    losses: list[float] = []
+    setup, way = facts.setup, facts.way
+    step = load_batch(facts.path, way.start.step, setup)
+    if len(step.parts) < 2:
+        return ""
+
+    def loss(
+        model: torch.nn.Module,  # the model of the step
+        part: Any,  # one micro-batch
+    ) -> torch.Tensor:
+        "The loss of the setup, which is kept."
+        value = setup.loss(model, part)
+        losses.append(float(value.detach()))
+        return value
+
+    Walk(facts.path, replace(way.start, setup=replace(setup, loss=OfPart(loss, takes_part=True)))).take()
+    recorded, count = way.steps[0].recorded["loss"], len(losses)
+    apart = [min(distance(recorded, value), distance(recorded, count * value)) for value in losses]
+    nearest = min(range(count), key=lambda i: apart[i])
+    return f": it is that of micro-batch {nearest + 1} of {count} alone" if apart[nearest] <= EQUAL else ""
+
+# %% ../../nbs/api/replay/14_setup_check.ipynb #74f4de4d
+def _other_loss(facts: StepFacts) -> tuple[str, dict]:
+    "The words for a loss that is another number than the optimized one."
+    if not facts.way.steps[-1].recorded.get("grad_norm"):  # its loss says nothing here
+        return "unrecorded", {}
+    return "other loss", {"of": _micro_batch(facts)}
+
+
 def _allowed(facts: StepFacts, is_other_order: bool) -> list[float]:
     "How far each step may be from the record where sums are, or may be, added in another order; relative."
     reach = np.maximum.accumulate(rounding_reach(facts.path, facts.way))
@@ -197,8 +231,7 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
         return "" if is_recorded else "unrecorded", {}, suspect
     step, name = difference
     if name == "loss" and _is_other_loss(way):
-        is_recorded = bool(way.steps[-1].recorded.get("grad_norm"))  # its loss says nothing here
-        return "other loss" if is_recorded else "unrecorded", {}, suspect
+        return *_other_loss(facts), suspect
     is_noise = _is_noise(facts, step, name)
     if is_noise or _may_be_rounding(facts, step, name):
         beyond = _first_difference(way, _allowed(facts, is_noise or facts.is_elsewhere))
@@ -264,16 +297,3 @@ def check_setup(
         checks=checks,
         missing=tuple(check.name for check in checks if check.state == "not recorded"),
     )
-
-# %% ../../nbs/api/replay/14_setup_check.ipynb #c4ecked1
-def checked_retrace(
-    path: str | Path | Recording,  # folder of a record with a black box
-    step: int,  # optimizer step
-    setup: Setup,  # setup that builds the model and runs its steps
-) -> tuple[Retrace, SetupCheck]:  # the steps from the last snapshot on, compared with the record
-    "Goes back to a step; raises where it cannot be replayed."
-    recording = opened(path)
-    if step not in recording.box().steps:
-        load_snapshots(recording, [step], setup)  # says why not, and which
-    way = retrace(recording, step, setup)
-    return way, check_setup(recording, step, setup, way)

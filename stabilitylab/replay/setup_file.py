@@ -7,7 +7,9 @@ __all__ = ['SetupFile', 'todo_lines', 'setup_files', 'likeliest', 'setup_of', 'o
            'SetupAnswer', 'checked', 'check_work']
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #dc6beb43
+import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,9 +20,10 @@ from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
 from ..probe.draft.setup_template import FILE, record_source
 from .device import AUTO, replay_device
-from .retrace import retrace
+from .faults import clipping
+from .retrace import Retrace, retrace
 from .setup_check import SetupCheck, check_setup
-from .snapshot import load_batch
+from .snapshot import load_batch, load_snapshots
 from .state import Setup
 from .step_facts import changed_place, recorded_changes
 from .user_code import faults_in_one_line, load_setup
@@ -187,6 +190,50 @@ def foresee(
     untold = tuple(name for name in changes if name not in changed)
     return Foresight(step, start, changed, untold, None if step in starts else nearest)
 
+# %% ../../nbs/api/replay/15_setup_file.ipynb #245a9e48
+def checked_retrace(
+    path: str | Path | Recording,  # folder of a record with a black box
+    step: int,  # optimizer step
+    setup: Setup,  # setup that builds the model and runs its steps
+    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps done, total) before each step
+) -> tuple[Retrace, SetupCheck]:  # the steps from the last snapshot on, compared with the record
+    "Goes back to a step; a draft of the record whose clipping alone is another one is mended."
+    recording = opened(path)
+    if step not in recording.box().steps:
+        load_snapshots(recording, [step], setup)  # says why not, and which
+    way = retrace(recording, step, setup, heard)
+    check = check_setup(recording, step, setup, way)
+    return _with_found_clip(recording, setup, check) or (way, check)
+
+
+_CLIP_LINE = re.compile(r"^( +clip=).*?,(?:  #.*)?$", re.MULTILINE)  # of a draft
+_FOUND_CLIP = "  # found by a replay: with it the updates are the recorded ones"
+
+
+def _with_found_clip(
+    recording: Recording, setup: Setup, check: SetupCheck
+) -> tuple[Retrace, SetupCheck] | None:
+    "The steps with the clipping that a check found; None where no draft is used, or another fault is left."
+    draft, model = recording.path / FILE, inspect.unwrap(setup.model)
+    is_draft = inspect.isfunction(model) and Path(model.__code__.co_filename) == draft.absolute()
+    if check.fault not in ("clipping", "no clipping") or not is_draft:
+        return None
+    clip, code = clipping(check.evidence.get("clip"))
+    source, count = _CLIP_LINE.subn(rf"\g<1>{code},{_FOUND_CLIP}", draft.read_text(encoding="utf-8"))
+    if count != 1:
+        return None
+    setup = replace(setup, clip=clip)
+    way = retrace(recording, check.step, setup)
+    again = check_setup(recording, check.step, setup, way)
+    if not again.is_step:
+        return None
+    write_atomic(draft, source)
+    was = check.evidence["given"]
+    words = (
+        f"`clip` of {FILE} was {was}; with {code}, which stands there now, the updates are the recorded ones"
+    )
+    return way, replace(again, mended=words)
+
 # %% ../../nbs/api/replay/15_setup_file.ipynb #245a9e49
 @dataclass(frozen=True)
 class SetupAnswer:
@@ -211,8 +258,7 @@ def checked(
     recording = opened(path)
     loaded = replace(setup_of(path, setup), device=replay_device(recording.run, device))
     with faults_in_one_line():
-        way = retrace(recording, step, loaded, heard)
-        return SetupAnswer(setup or "", check_setup(recording, step, loaded, way))
+        return SetupAnswer(setup or "", checked_retrace(recording, step, loaded, heard)[1])
 
 
 _CHECKING = "step {done} of {count}, beside the record"

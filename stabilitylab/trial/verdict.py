@@ -71,7 +71,8 @@ def _step_times(curves: list[ArmCurve]) -> list[float]:
 def _side_effects(arm: list[ArmCurve], base: list[ArmCurve], outcomes: list[Outcome]) -> dict:
     "What else an arm changed, beside its final loss."
     pairs = [(a, b) for a, b in zip(arm, base, strict=True) if len(a.loss) and len(b.loss)]
-    offsets = [float(a.loss[0] - b.loss[0]) for a, b in pairs]
+    with np.errstate(invalid="ignore"):  # infinite in both
+        offsets = [float(a.loss[0] - b.loss[0]) for a, b in pairs]
     recoveries = [result.recovery for result in outcomes if result.recovery is not None]
     return {
         "first_loss_offset": float(np.mean(offsets)) if offsets else float("nan"),

@@ -6,9 +6,10 @@
 __all__ = ['Choice', 'choice_of', 'choices', 'other_fixes', 'arm_with']
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #98245a5e
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import ipywidgets as widgets
 import numpy as np
 import traitlets
 import xarray as xr
@@ -20,6 +21,7 @@ from ..investigation.plan import STEPS, Plan, aimed, first_step
 from ..names.errors import InputError, bad_input
 from ..read.runs import read_runs
 from ..replay.device import AUTO
+from ..report.render import render
 from ..run.job import JobState
 from ..run.recording import Recording
 from ..trial.arm import Arm, ArmCurve
@@ -27,7 +29,7 @@ from ..trial.start import Start
 from ..trial.suggest import suggest
 from ..trial.tasks import STOPPED, TrialState
 from ..trial.trial import ArmTask, Trial, TrialResult
-from .parts import StepChoice
+from .parts import StepChoice, button, column, on, set_visible
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #55e2e2d7
 @dataclass(frozen=True)
@@ -250,3 +252,85 @@ def trial_call(
         f"result = {run}\n"
         "print([(arm.fix, arm.verdict, arm.effect, arm.interval) for arm in result.arms])"
     )
+
+# %% ../../nbs/api/workbench/06_fixlab.ipynb #c6f4b098
+_NARROW = widgets.Layout(width="250px")
+_AS_WIDE = {"description_width": "initial"}  # a long name is not cut
+
+
+def _parameter_widget(
+    name: str,  # of the parameter
+    rules: dict,  # default, and low and high, or choices
+) -> widgets.Widget:  # whose `value` is the parameter
+    "A control that allows what the fix allows."
+    default, look = rules["default"], {"description": name, "layout": _NARROW, "style": _AS_WIDE}
+    if "choices" in rules:
+        return widgets.Dropdown(options=list(rules["choices"]), value=default, **look)
+    if isinstance(default, bool):
+        return widgets.Checkbox(value=default, indent=False, **look)
+    if "low" not in rules:
+        return widgets.Text(value=str(default), **look)
+    is_whole = isinstance(default, int) and float(rules["low"]).is_integer()
+    number_box = widgets.BoundedIntText if is_whole else widgets.BoundedFloatText
+    box = number_box(min=rules["low"], max=rules["high"], value=default, **look)
+    box.tooltip = f"{rules['low']:g} to {rules['high']:g}"
+    return box
+
+
+class ChoiceBox(widgets.VBox):
+    "A fix that can be ticked, its parameters, and why it is offered."
+
+    def __init__(
+        self,
+        choice: Choice,  # what is known of it
+        is_ticked: bool = False,  # from the start
+    ):
+        self.choice = choice
+        words = f"{choice.name} (control)" if choice.is_control else choice.name
+        self.tick = widgets.Checkbox(value=is_ticked, description=words, indent=False)
+        self.tick.tooltip = choice.what
+        self.controls = {name: _parameter_widget(name, rules) for name, rules in choice.parameters.items()}
+        flow = {"margin": "0 0 0 18px", "flex": "0 0 auto"}  # not cut in a full column
+        self.inner = column(*self.controls.values(), **flow)
+        self.why = widgets.HTML(render("view_fixlab", part="why", choice=choice))
+        super().__init__([self.tick, self.inner, self.why], layout=widgets.Layout(flex="0 0 auto"))
+        self.add_class("stl-choice")
+        on(self.tick, "value", lambda _: self.fold())
+        self.fold()
+
+    def fold(self) -> None:
+        "Shows the parameters of a ticked fix only."
+        set_visible(self.inner, self.tick.value)
+
+    def arm(self) -> Arm:
+        "The fix with these parameters."
+        return arm_with(self.choice.name, {name: box.value for name, box in self.controls.items()})
+
+# %% ../../nbs/api/workbench/06_fixlab.ipynb #533a7552
+class ArmLine(widgets.HBox):
+    "One arm: how far it is, and its buttons."
+
+    def __init__(
+        self,
+        name: str,  # of the arm
+        stop: Callable,  # (name) -> None
+        show: Callable,  # (name) -> None
+        is_base: bool,  # whether it is the run unchanged, which cannot be stopped alone
+    ):
+        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="90px"))
+        self.words = widgets.Label(name)
+        self.stop = button("", "stop", f"stop {name}, the others go on", lambda: stop(name))
+        self.stop.layout.visibility = "hidden" if is_base else "visible"
+        tooltip = f"the record of {name} in this workbench"
+        self.show = button("Open as a run", "folder-open", tooltip, lambda: show(name))
+        super().__init__([self.bar, self.stop, self.show, self.words])  # words of any length come last
+
+    def take(
+        self,
+        row: ArmRow,  # how far it is
+    ) -> None:
+        "Shows how far the arm is."
+        self.bar.value, self.stop.disabled = row.share, row.is_done
+        self.show.disabled = row.share == 0
+        loss = f", loss {row.last:.4g}" if row.share else ""
+        self.words.value = f"{row.name}: {row.share:.0%}{loss}{', stopped' if row.is_stopped else ''}"

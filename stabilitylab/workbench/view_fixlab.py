@@ -28,7 +28,9 @@ from ..trial.start import Start
 from ..trial.tasks import TrialState
 from ..trial.trial import TrialResult
 from stabilitylab.workbench.fixlab import (
+    ArmLine,
     Choice,
+    ChoiceBox,
     FixLab,
     TrialLab,
     arm_rows,
@@ -38,7 +40,6 @@ from stabilitylab.workbench.fixlab import (
     other_fixes,
     trial_call,
 )
-from .fixlab_widgets import ArmLine, ChoiceBox
 from .panel import JobPanel, beside
 from stabilitylab.workbench.parts import (
     CallLine,

@@ -107,7 +107,8 @@ FIELDS = {  # section -> heading on its index -> the pages below it
         ),
         "Number formats": "pure_bf16_training eleven_values inside_qk spikes_of_rounding",
         "What teams tried, and what came out here": (
-            "case_studies remedies table_of_fixes results_reproduced open_experiments notes_item_by_item"
+            "case_studies remedies table_of_fixes results_reproduced open_experiments notes_item_by_item "
+            "trainings_of_the_notes"
         ),
         "How findings are made": (
             "spike_rules limits how_often_a_verdict_is_wrong what_a_replay_checks "

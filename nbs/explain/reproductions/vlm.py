@@ -17,10 +17,9 @@ from torch import nn
 
 from reproductions.experiments import Outcome
 from reproductions.recipes import flushed_denormals
+from reproductions.vision import CAPTION_WORDS, GatedBlock, VisionLanguageModel, picture_task
 from stabilitylab.fixes.training import grad_norm
 from stabilitylab.models.config import ModelConfig
-from stabilitylab.models.tasks import CAPTION_WORDS, picture_task
-from stabilitylab.models.vision import GatedBlock, VisionLanguageModel
 
 _SEEDS = (0, 1, 2)
 _STEPS, _WARMUP = 120, 20

@@ -196,7 +196,11 @@ def _update_peak(steps: Steps) -> RunFacts:
         usual = per_rate.rolling(short).median().shift(1)
         peak = (per_rate / usual.where(usual > 0)).to_numpy(copy=True)
         grad = (steps.grad / pd.Series(steps.grad).rolling(short).median().shift(1)).to_numpy()
-    peak[~(grad < limit("threefold"))] = np.nan  # a large gradient explains a large update
+        is_large = grad >= limit("threefold")
+        # momentum goes on with a large gradient for some steps, by less each time
+        carried = per_rate.where(is_large).rolling(short, min_periods=1).max().shift(1)
+    # a large gradient explains a large update
+    peak[is_large | ~np.isfinite(grad) | (per_rate <= carried)] = np.nan
     if not np.isfinite(peak).any():
         return {}
     at = int(np.nanargmax(peak))

@@ -127,6 +127,7 @@ def _part_updates(ratio: xr.DataArray, early: np.ndarray, is_matrix: list[bool])
         others = size[matrix & ~chosen & (size > 0)]
         if chosen.any() and len(others):
             facts[name] = (float(size[chosen].max() / np.median(others)), None)
+            facts[name.replace("update", "step")] = (float(size[chosen].max()), None)
     return facts
 
 

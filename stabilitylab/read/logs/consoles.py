@@ -7,16 +7,111 @@ __all__ = []
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #a3c72b7a
 import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 
 from ...names.errors import InputError
 from ...names.variables import canonical_name
-from ..base import Hit, LogData, register_formats
+from ..base import Format, Hit, LogData, Parser, register_formats, registered_formats
 from .generic import read_generic
 from ..text import line_parser, place_events, read_lines, text_format
 from ...run.scalars import Samples, order_of
+
+# %% ../../../nbs/api/read/logs/consoles.ipynb #5f5a79f2
+@dataclass(frozen=True)
+class _TextRecord:
+    "One kind of record of a console log."
+
+    record: str  # a regular expression; group `step` is the step
+    example: str  # a line that holds one
+    reads: Mapping[str, float]  # what is read from the example: series -> value, and the step
+    pairs: str | None = None  # one name and value; None: the groups of `record` are the series
+    rename: Mapping[str, str] = field(default_factory=dict)  # names that need a clearer word
+    prefixes: Sequence[tuple[str, str]] = ()  # (regular expression, prefix of the names in lines with it)
+
+    def parser(
+        self,  # no further arguments
+    ) -> Parser:  # the reading of one line
+        "The parser of lines with such a record."
+        pairs = None if self.pairs is None else self.pairs.encode()
+        prefixes = [(text.encode(), prefix) for text, prefix in self.prefixes]
+        return line_parser(self.record.encode(), pairs, dict(self.rename), prefixes)
+
+
+def text_records() -> dict[str, list[_TextRecord]]:  # name of the format -> its kinds of records, in order
+    "The records of the known console logs, as the table has them."
+    return {row["name"]: _records(row) for row in _table()}
+
+
+def _records(row: dict) -> list[_TextRecord]:
+    "The kinds of records of a row."
+    return [_TextRecord(**record) for record in row["records"]]
+
+
+def _table() -> list[dict]:
+    "The rows of the table beside this module."
+    return tomllib.loads(files("stabilitylab.read.logs").joinpath("text_formats.toml").read_text("utf-8"))[
+        "format"
+    ]
+
+# %% ../../../nbs/api/read/logs/consoles.ipynb #079543e0
+def _first_of(parsers: list[Parser]) -> Parser:
+    "A parser that gives the records of the first of several that finds any."
+
+    def parse(
+        line: bytes,  # without its line break
+    ) -> list[Hit]:
+        "The records of one line."
+        return next((hits for parser in parsers if (hits := parser(line))), [])
+
+    return parse
+
+
+def _sum_of_parts(parts: list[Samples]) -> Samples:
+    "The sum of series over the values that stand in one line."
+    orders = [order_of(part) for part in parts]
+    order, first = np.unique(np.concatenate(orders), return_index=True)
+    step, value = np.concatenate([part.step for part in parts])[first], np.zeros(len(order))
+    for part, own_order in zip(parts, orders, strict=True):
+        value[np.searchsorted(order, own_order)] += part.value
+    return Samples(step, value, order)
+
+
+def _read_with_sums(path: Path, parse: Parser, sums: dict[str, str], loss_is: str) -> LogData:
+    "A text log, with each series that is the sum of those whose names begin alike."
+    log = read_lines(path, parse)
+    for name, prefix in sums.items():
+        parts = [samples for part, samples in log.samples.items() if part.startswith(prefix)]
+        if parts:
+            log.samples[name] = _sum_of_parts(parts)
+            left_out = log.attrs.get("left_out", {})
+            counts = [left_out[part] for part in log.samples if part.startswith(prefix) and part in left_out]
+            log.attrs |= {"left_out": left_out | {name: max(counts)}} if counts else {}
+    log.attrs["loss_is"] = loss_is
+    return log
+
+
+def _format(row: dict) -> Format:
+    "The format of a row of the table."
+    records = _records(row)
+    parse = _first_of([record.parser() for record in records])
+    sums, read = row.get("sums"), None
+    if sums:
+        read = partial(_read_with_sums, parse=parse, sums=sums, loss_is=row["loss_is"])
+    optional = {name: row[name] for name in ("confidence", "min_share") if name in row}
+    example = row.get("example", records[0].example)
+    return text_format(
+        row["name"], row["title"], row["signature"].encode(), parse, example, read=read, **optional
+    )
+
+
+register_formats(*map(_format, _table()))
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #d78ce1dd
 _BAR = re.compile(rb"\| (\d+)/\d+ \[")
