@@ -4,6 +4,7 @@ import argparse
 import ast
 import enum
 import functools
+import importlib
 import sys
 import warnings
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
+from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
+from stabilitylab.probe.draft.loop_source import relevant
 from stabilitylab.probe.draft.loop_values import kept_values
 from stabilitylab.probe.draft.name_sources import resolved_lines
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
@@ -369,3 +372,94 @@ def test_a_loss_that_another_function_made_is_written_out_under_the_name_it_has_
             optimizer.step()
             recorder.step(loss)
     assert examine(tmp_path / "run", 2, swap=False, samples=False).exact
+
+
+def made_from(source, *lines):
+    "The value of a source, after some imports."
+    names = {"torch": torch, "np": np}
+    exec("\n".join(lines), names)
+    return eval(source, names)
+
+
+def test_keys_that_are_numbers_of_numpy_have_a_source():
+    source = Draft().literal({np.int64(3): [np.float32(0.5)]})
+    assert made_from(source) == {3: [0.5]} and "np.int64" not in source
+    assert Draft().literal({object(): 1}) is None
+
+
+class Configured:
+    "As diffusers makes its noise schedules: a configuration that is read like attributes, and may raise."
+
+    config_name = "scheduler_config.json"
+
+    def __init__(self, steps=1000):
+        self.__dict__["_internal_dict"] = {"steps": steps, "_class_name": "Configured"}
+
+    @property
+    def config(self):
+        return self._internal_dict
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+    def __getattr__(self, name):
+        if hasattr(dict, name):
+            return self._internal_dict[name]
+        raise AttributeError(name)
+
+
+def test_an_object_that_its_configuration_makes_is_written_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, Configured.__module__, sys.modules[__name__])
+    draft = Draft()
+    source = draft.literal(Configured(7))
+    assert source == "Configured.from_config({'steps': 7})"
+    assert container_kind(Configured()) == ""
+
+
+def test_a_value_that_a_loop_adds_to_is_set_before_it_and_its_own_variable_is_not_asked_for():
+    text = """
+for part in other: first += part
+total = 0
+for part in parts: total += part
+"""
+    for start, needed in ((0, {"total"}), (1, {"first", "total"})):
+        statements = ast.parse("first = 1\n" * start + text).body
+        kept = [ast.unparse(statement) for statement in relevant(statements, set(needed))]
+        assert kept[-2:] == ["total = 0", "for part in parts:\n    total += part"]
+        assert (kept[:1] == ["first = 1"]) is bool(start) and len(kept) == 2 + 2 * start
+
+
+def test_a_draft_gives_what_it_imports_the_arguments_of_the_program(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--width", "8", "--api_key", "abc"])
+    lines = setup_template._arguments_lines()
+    assert "'--width', '8'" in lines and "abc" not in lines
+    (tmp_path / "own_world.py").write_text("import sys\nWIDTH = sys.argv[2]\n")
+    setup = tmp_path / "replay_setup.py"
+    setup.write_text(f"import sys\n{lines}from own_world import WIDTH\ndef setup(path): return WIDTH\n")
+    assert function_at(f"{setup}:setup")(None) == "8"
+    assert sys.argv[-1] == "abc"  # ours again
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert setup_template._arguments_lines() == ""
+
+
+def test_an_object_that_cannot_be_written_whole_is_imported_from_the_file_that_made_it(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "own_register.py").write_text(
+        "import torch\n"
+        "class Data:\n"
+        "    def __init__(self): self.graph, self.n = torch.eye(2).to_sparse(), 3\n"
+        "dataset = Data()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(tmp_path / "train.py")))
+    register = importlib.import_module("own_register")
+    draft = Draft()
+    sources = loop_code.ValueSources(draft, nn.Linear(2, 1))
+    assert sources("dataset", register.dataset) == "dataset"
+    assert "from own_register import dataset" in draft.imports
+    register.dataset.graph = None
+    assert sources("dataset", register.dataset).startswith("stand_in(Data")

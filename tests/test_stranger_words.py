@@ -32,11 +32,13 @@ from stabilitylab.numerics.modes import flushes_denormals
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.probe.blackbox import rng_state
 from stabilitylab.replay.blame import blame
+from stabilitylab.replay.examine import controls
 from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, _regimes
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
 from stabilitylab.report.step import replay_text, step_text
+from stabilitylab.run.recording import opened
 from stabilitylab.trial import start
 from stabilitylab.trial.arm import Arm, run_arm
 from stabilitylab.trial.start import Start
@@ -135,6 +137,12 @@ def test_a_loop_that_means_to_take_several_steps_on_a_batch_is_no_loader_that_re
     accusing = {"reused_batches", "repeated_data"} & {cause.id for cause in ranked_causes(facts)}
     assert accusing == {accused}
     assert ("same_batch" in facts) == (accused == "repeated_data")
+    if accused == "reused_batches":
+        box = opened(tmp_path / "run").box()
+        ids = {row["step"]: row["batch_id"] for row in box.batches}
+        # the batches beside the suspect one are others; of the jumps only those that were kept are known
+        assert len({ids[step] for step in (*controls(tmp_path / "run", 35)[1], 35)}) == 4
+        assert "first" not in ranked_causes(facts)[0].words
 
 
 @pytest.mark.parametrize(

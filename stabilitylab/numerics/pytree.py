@@ -52,7 +52,7 @@ def container_kind(
         return "plain" if type(value) in _PLAIN else ""
     if hasattr(value, "to_dict") and graph_class(type(value)) is not None:
         return "graphs" if _is_batch_of_graphs(type(value)) else "graph"
-    if hasattr(value, "items") and hasattr(value, "keys"):
+    if hasattr(type(value), "items") and hasattr(type(value), "keys"):
         return "mapping"
     if isinstance(value, (list, tuple)):
         return "sequence"

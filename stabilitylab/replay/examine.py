@@ -58,7 +58,7 @@ def controls(
 ) -> tuple[
     list[int], list[int]
 ]:  # steps of control states, steps of control batches, all before the suspect one, ascending
-    "Earlier control steps: ordinary states shortly before the suspect step, and the batches just before it."
+    "Earlier control steps: ordinary states shortly before the suspect step, and other batches before it."
     recording = opened(path)
     replayable = recording.box().steps
     steps = [earlier for earlier in replayable if earlier < step]
@@ -68,11 +68,23 @@ def controls(
             f" from there; allowed: a step later than {replayable[0]}"
         )
     # the nearest states may be ill already, and far back training was another: 64, 32 and 16 steps before
-    norms, nearest_batches = _recorded(recording.run, "grad_norm"), steps[-n - 1 :]
+    norms = _recorded(recording.run, "grad_norm")
+    batches = _other_batches(recording, step, steps, n + 1)
     steps = _before_onset(steps[-_FAR - _FAR // 4 :], norms, _recorded(recording.run, "loss"))
     distances = {max(1, min(_FAR, len(steps)) >> halved) for halved in range(n)}
     states = [_ordinary_step(steps, distance, norms) for distance in sorted(distances, reverse=True)]
-    return states, nearest_batches
+    return states, batches
+
+# %% ../../nbs/api/replay/08_examine.ipynb #1dec0492
+def _other_batches(recording: Recording, step: int, steps: list[int], n: int) -> list[int]:
+    "The nearest of these steps with a batch that neither the suspect step nor a later one has."
+    ids: dict[int, tuple] = {}
+    for row in recording.box().batches:
+        ids[row["step"]] = (*ids.get(row["step"], ()), row.get("batch_id"))
+    # a loop may take several steps on a batch, as PPO does
+    latest = {ids.get(earlier): earlier for earlier in steps if ids.get(earlier) != ids.get(step)}
+    others = sorted(latest.values())[-n:]
+    return others if len(others) > 1 else steps[-n:]
 
 
 def _recorded(run: xr.DataTree, name: str) -> dict[int, float]:

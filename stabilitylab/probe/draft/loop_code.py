@@ -240,9 +240,13 @@ class _ScriptValues:
         if module is not None and name in assigned_names() and main.get(name) is value:
             self.draft.uses_script = True
             return _import(self.draft, f"from {module} import {name}", name, name)
-        others = [each for each in local_modules() if each not in ("__main__", module)]
+        return self._of_other_file(name, value) if isinstance(value, (dict, list, tuple)) else None
+
+    def _of_other_file(self, name: str, value: Any) -> str | None:
+        "A global value of another file of the program, by its import."
+        others = [each for each in local_modules() if each not in ("__main__", main_module())]
         other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
-        if other is None or not isinstance(value, (dict, list, tuple)):
+        if other is None or name in _OWN_NAMES:
             return None
         self.draft.note_folder(other)
         return _import(self.draft, f"from {other} import {name}", name, name)
@@ -309,6 +313,10 @@ class ValueSources(_ScriptValues):
         parts = {key: part for key, part in vars(value).items() if key.isidentifier()}
         sources = {key: self._attribute(owner, key, part) for key, part in parts.items()}
         self.depth -= 1
+        # what cannot be written whole is left to the file that makes it
+        imported = self._of_other_file(owner, value) if None in sources.values() else None
+        if imported is not None:
+            return imported
         self.draft.imports.add("from stabilitylab.replay.script import stand_in")
         words = [f"{key}={source}" for key, source in sources.items() if source is not None]
         return f"stand_in({', '.join([name, *words])})"

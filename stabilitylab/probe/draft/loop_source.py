@@ -139,9 +139,17 @@ def relevant(
             if is_plain:
                 # the whole name is set here, which ends the search for it; an item or an attribute would not
                 needed -= _names(statement, ast.Store) - _names(statement, ast.Load)
-            needed |= _names(statement, ast.Load)
+            needed |= _read_from_before(statement)
         used.insert(0, statement)
     return used
+
+
+def _read_from_before(statement: ast.stmt) -> set[str]:
+    "Names whose values a statement reads, but for those that its own loops set."
+    nodes = list(ast.walk(statement))
+    own = [_names(n.target, ast.Store) for n in nodes if isinstance(n, (ast.For, ast.comprehension))]
+    added = [_names(n.target, ast.Store) for n in nodes if isinstance(n, ast.AugAssign)]
+    return (_names(statement, ast.Load) - set().union(*own)).union(*added)
 
 # %% ../../../nbs/api/probe/draft/26_loop_source.ipynb #fdc8c7d3
 _BACKWARD = ("backward", "manual_backward")

@@ -107,10 +107,10 @@ def _tensor_source(value: Any) -> str | None:
     return f"torch.tensor({values}, dtype={value.dtype})"
 
 
-def _container_text(value: Any, sources: list[str]) -> str:
-    "A dict, a list or a tuple of which the entries have these sources."
+def _container_text(value: Any, sources: list[str], keys: list[str]) -> str:
+    "A dict, a list or a tuple of which the entries, and the keys of a dict, have these sources."
     if isinstance(value, dict):
-        pairs = [f"{key!r}: {source}" for key, source in zip(value, sources, strict=True)]
+        pairs = [f"{key}: {source}" for key, source in zip(keys, sources, strict=True)]
         text = ", ".join(pairs)
         if len(text) > LONG:
             text = "\n        " + ",\n        ".join(pairs) + ",\n    "
@@ -134,8 +134,9 @@ class Draft(_Imports):
         if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.dtype):
             is_number = not isinstance(value, float) or math.isfinite(value)
             return repr(value) if is_number else f"float('{value}')"
-        if hasattr(value, "to_diff_dict"):
-            return self._transformers_config(value)
+        if hasattr(value, "to_diff_dict") or _has_diffusers_config(value):
+            is_config = hasattr(value, "to_diff_dict")
+            return self._transformers_config(value) if is_config else self._diffusers_object(value)
         if is_dataclass(value) and not isinstance(value, type):
             arguments = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
             return self.construct(type(value), arguments)
@@ -175,9 +176,19 @@ class Draft(_Imports):
 
     def _container(self, value: Any) -> str | None:
         "A plain container of values that have a source."
-        parts = [self.literal(part) for part in (value.values() if isinstance(value, dict) else value)]
+        is_dict = isinstance(value, dict)
+        parts = [self.literal(part) for part in (value.values() if is_dict else value)]
+        of_keys = [self.literal(key) for key in value] if is_dict else []
         sources = [part for part in parts if part is not None]
-        return _container_text(value, sources) if len(sources) == len(parts) else None
+        keys = [part for part in of_keys if part is not None]
+        is_whole = len(sources) == len(parts) and len(keys) == len(of_keys)
+        return _container_text(value, sources, keys) if is_whole else None
+
+    def _diffusers_object(self, value: Any) -> str | None:
+        "An object of diffusers by its configuration."
+        settings = {key: part for key, part in dict(value.config).items() if not key.startswith("_")}
+        name, text = self.name_of(type(value)), self._container(settings)
+        return None if name is None or text is None else f"{name}.from_config({text})"
 
     def _transformers_config(self, config: Any) -> str | None:
         "A configuration of Hugging Face's models."
@@ -188,6 +199,12 @@ class Draft(_Imports):
         return None if name is None or text is None else f"{name}(**{text})"
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa01
+def _has_diffusers_config(value: Any) -> bool:
+    "Whether an object is one of diffusers that its configuration makes, such as a noise schedule."
+    is_there = all(hasattr(type(value), name) for name in ("from_config", "config_name", "config"))
+    return is_there and not isinstance(value, (type, nn.Module))
+
+
 def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
     "A module that another one was given: the recorded model by its name, any other by its call."
     if is_same_model(part, draft.model):

@@ -37,6 +37,7 @@ from stabilitylab.probe.draft.python_source import (
 from stabilitylab.probe.draft.running_script import (
     CELLS_FILE,
     calling_frame,
+    main_file,
     main_module,
     notebook_cells,
 )
@@ -45,6 +46,7 @@ from stabilitylab.probe.draft.trainer_code import (
     kept_file,
     trainer_code,
 )
+from ..environment import mask_secrets
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #d2926720
 def own_loss(
@@ -103,6 +105,7 @@ def setup_source(
         origin=_BY_RECORDER,
         record=record,
         project=repr(list(dict.fromkeys(folders))),
+        arguments=_arguments_lines(),
         directory=repr(str(Path.cwd())),
         imports="\n".join(library) + script + "\n".join(main),
         model=indent("\n".join(lines), "    ").lstrip(),
@@ -115,6 +118,14 @@ def setup_source(
     return text
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #09e56084
+def _arguments_lines() -> str:
+    "Lines that give what the draft imports the arguments of the program; '' for a program without."
+    arguments = mask_secrets(sys.argv)[1:]
+    if main_file() is None or not arguments:
+        return ""
+    return f"# The program's own arguments, which what is imported may read.\nsys.argv[1:] = {arguments}\n"
+
+
 def _refuse_what_is_no_python(text: str) -> None:
     "Raises where a draft cannot be compiled."
     try:
@@ -230,6 +241,7 @@ def record_source(
         origin=_BY_RECORD,
         record=record,
         project=repr([str(Path(record).resolve().parent)]),
+        arguments="",
         directory=None,
         imports="# TODO: from your_file import YourModel",
         model="return TODO_YourModel()",
