@@ -123,7 +123,7 @@ def _facts_line(head: Facts) -> str:
     parts = [head.format, "no series"]
     if head.first_step is not None:
         parts[1] = f"{head.n_steps:,} records, steps {head.first_step:,}–{head.last_step:,}"
-    if head.first is not None:
+    if head.first is not None or head.loss:
         name = clean(head.loss or head.series[0], 40)
         parts.append(f"{name} {change_text(head, with_lowest=True)}")
     if head.segments > 1:
@@ -147,8 +147,10 @@ def _reading_text(reading: dict) -> str:
 def change_text(
     head: Facts,  # of a run with a loss
     with_lowest: bool = False,  # with its lowest finite value
-) -> str:  # such as '4 → 2', or '4 → NaN (last finite 2)'
+) -> str:  # such as '4 → 2', '4 → NaN (last finite 2)' or 'never finite'
     "From which value to which a loss went."
+    if head.first is None:
+        return "never finite"
     is_lost = head.final is not None and head.last is not None
     notes = [f"last finite {number(head.last)}"] if is_lost else []
     notes += [f"lowest {number(head.lowest)}"] if with_lowest else []
