@@ -11,7 +11,7 @@ from stabilitylab.detect.diagnose import finish
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.names.findings import FINDING_KINDS
-from stabilitylab.report.brief import brief, brief_text
+from stabilitylab.report.brief import brief
 from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html
 from stabilitylab.report.json_report import run_json, runs_json
@@ -146,7 +146,7 @@ def test_a_run_that_ends_in_nan_says_so_in_its_first_line():
     assert "loss 4 → 2 (lowest 2)" in run_text(well, Findings())
     never = new_run(scalars=make_scalars({"loss": Samples(np.arange(60), np.full(60, np.inf))}))
     assert "loss never finite" in run_text(never, Findings())
-    assert "loss never finite" in brief_text(brief(never, Findings()))
+    assert "loss never finite" in brief(never, Findings()).text()
 
 
 def test_a_log_is_not_told_to_replay_before_it_is_recorded():
