@@ -926,6 +926,14 @@ def test_what_holds_from_the_first_step_on_is_replayed_where_others_stand_before
     assert step_to_replay(findings, []) == onset
 
 
+@pytest.mark.parametrize("kind", ["throughput_drop", "data_stall", "memory_growth"])
+def test_a_slow_machine_is_no_reason_to_replay_a_step(kind):
+    slow = Finding(kind, "warning", 12, evidence={})
+    assert step_to_replay(Findings([slow]), range(30)) is None
+    rise = Finding("divergence", "error", 20, evidence={})
+    assert step_to_replay(Findings([slow, rise]), range(30)) == 20
+
+
 def test_a_step_that_was_not_kept_is_not_the_one_that_is_replayed(monkeypatch):
     run, findings = (
         run_of(np.linspace(3, 2, 30)),

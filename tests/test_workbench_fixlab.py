@@ -57,28 +57,28 @@ def test_an_arm_is_stopped_another_added_and_both_are_told():
     view.lab.seeds, view.lab.length = 1, 5000  # more than any machine trains meanwhile
     view.work.start()
     base, fixed, null = "unchanged", "lower_lr:factor=0.045", "another order"
-    assert view.lines.keys() == {base, fixed, null}
-    until(view, lambda: all(view.lines[name].bar.value > 0 for name in (base, fixed)))
-    assert view.picture.png and view.picture.panels[0]["series"][0]["name"] == base
-    assert not view.work.stop.disabled and view.lines[base].stop.layout.visibility == "hidden"
+    assert view.arms.lines.keys() == {base, fixed, null}
+    until(view, lambda: all(view.arms.lines[name].bar.value > 0 for name in (base, fixed)))
+    assert view.arms.picture.png and view.arms.picture.panels[0]["series"][0]["name"] == base
+    assert not view.work.stop.disabled and view.arms.lines[base].stop.layout.visibility == "hidden"
     view.stop(fixed)
     view.stop(null)  # else it takes the place of the stopped arm
-    until(view, lambda: view.lines[fixed].stop.disabled)
-    assert "stopped" in view.lines[fixed].words.value and not view.lab.now.ended
+    until(view, lambda: view.arms.lines[fixed].stop.disabled)
+    assert "stopped" in view.arms.lines[fixed].words.value and not view.lab.now.ended
     seen = view.lab.n_taken
     until(view, lambda: view.lab.n_taken > seen)  # the other arm goes on
     tick(view, "placebo")
     view.add()
-    assert "placebo" in view.lines
-    until(view, lambda: view.lines["placebo"].bar.value > 0)
-    view.open_arm("placebo")
+    assert "placebo" in view.arms.lines
+    until(view, lambda: view.arms.lines["placebo"].bar.value > 0)
+    view.arms.open("placebo")
     assert view.shared.name == "trial: placebo, seed 0" and view.shared.visible == "overview"
     assert view.shared.run["scalars"].sizes["step"] > 0
     view.end()
     assert view.lab.now.ended and view.work.stop.disabled and "Stopped" in view.work.says.value
     view.shared.show("lm_high_lr")
     view.shared.visible = "fixlab"
-    assert view.lines  # the trial is still there after its arm was looked at
+    assert view.arms.lines  # the trial is still there after its arm was looked at
 
 
 @pytest.mark.slow  # trains in processes
@@ -88,9 +88,9 @@ def test_a_finished_trial_gives_a_verdict_and_its_call():
     view.work.start()
     until(view, lambda: view.lab.now.ended)
     assert "All arms are done" in view.work.says.value
-    assert "lower_lr" in view.verdict.value and "from one seed" in view.verdict.value
+    assert "lower_lr" in view.arms.verdict.value and "from one seed" in view.arms.verdict.value
     assert "steps=6, seeds=1" in view.call.call
-    assert [line.bar.value for line in view.lines.values()] == [1.0, 1.0, 1.0]
+    assert [line.bar.value for line in view.arms.lines.values()] == [1.0, 1.0, 1.0]
 
 
 def test_what_cannot_be_tried_is_said():
@@ -107,7 +107,7 @@ def test_what_cannot_be_tried_is_said():
     state, _ = open_state({"log": new_run(make_scalars({"loss": Samples(range(50), [2.0] * 50)}))})
     state.visible = "fixlab"
     bare = FixLabView(state)
-    assert "no black box" in bare.texts["notice"].value and bare.work.go.disabled and bare.call.call == ""
+    assert "no black box" in bare.notice.value and bare.work.go.disabled and bare.call.call == ""
 
 
 def test_the_arms_of_a_trial_are_runs_of_the_chooser():
@@ -128,28 +128,32 @@ def test_a_log_without_a_black_box_trains_from_a_proxy():
     assert view.controls["origin"].value == "choose …" and view.work.go.disabled and view.lab.path == str(log)
     view.controls["origin"].value = "a small proxy"
     assert (
-        view.maker.job is not None
+        view.origin.maker.job is not None
         and not view.work.stop.disabled
-        and "Training small models" in view.texts["proxied"].value
+        and "Training small models" in view.origin.words.value
     )
     view.end()
-    assert view.maker.job is None and view.controls["origin"].value == "choose …" and view.work.stop.disabled
+    assert (
+        view.origin.maker.job is None
+        and view.controls["origin"].value == "choose …"
+        and view.work.stop.disabled
+    )
     view.controls["origin"].value = "a small proxy"
     made = recipe_of(state.run, None, steps=12).recipe.start
     told = {"words": ["It shows."], "start": made.to_dict(), "steps": 12}
-    view.maker.show(JobState("done", "done", 1.0, told))
+    view.origin.maker.show(JobState("done", "done", 1.0, told))
     assert (
-        "It shows." in view.texts["proxied"].value
+        "It shows." in view.origin.words.value
         and not view.work.go.disabled
         and view.controls["length"].value == 12
     )
-    assert "proxy_training" in view.texts["plan"].value and view.controls["step"].layout.display == "none"
+    assert "proxy_training" in view.plan.value and view.controls["step"].layout.display == "none"
     for box in view.offers.boxes:
         box.tick.value = box.choice.name == "lower_lr"
     view.controls["seeds"].value = 1
     view.work.start()
     until(view, lambda: view.lab.now.ended)
-    assert "lower_lr" in view.verdict.value and view.lab.result.arms[1].final_loss
+    assert "lower_lr" in view.arms.verdict.value and view.lab.result.arms[1].final_loss
 
 
 def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
@@ -161,10 +165,8 @@ def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
         (JobState("done", "done", 1.0, {"words": ["It does not show."], "start": None}), "does not show"),
     ]:
         view.controls["origin"].value = "a small proxy"
-        view.maker.show(answer)
-        assert (
-            words in view.texts["proxied"].value and view.work.go.disabled and view.texts["plan"].value == ""
-        )
+        view.origin.maker.show(answer)
+        assert words in view.origin.words.value and view.work.go.disabled and view.plan.value == ""
         view.controls["origin"].value = "choose …"
 
 

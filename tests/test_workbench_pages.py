@@ -219,7 +219,7 @@ def test_a_black_box_that_was_cut_off_leaves_the_rest_to_be_seen(tmp_path):
     state = opened("fixlab", tmp_path / "run")
     view = FixLabView(state)
     assert (
-        "no black box" in view.texts["notice"].value
+        "no black box" in view.notice.value
         and view.work.go.disabled
         and "a small proxy" in view.controls["origin"].options
     )

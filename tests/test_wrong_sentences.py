@@ -26,9 +26,12 @@ def test_a_single_value_that_is_no_number_is_dated_at_its_step(count, words):
     assert explain(finding).startswith(f"{count} of 40 values of loss") and words in explain(finding)
 
 
-@pytest.mark.parametrize(("last", "is_told"), [(3.13, True), (2.6, False)])
-def test_a_batch_whose_loss_is_highest_from_every_state_is_not_like_the_others(last, is_told):
-    loss = np.array([[2.575, 2.552, 2.526, 2.621, last], [2.522, 2.491, 2.445, 2.56, last]])
+@pytest.mark.parametrize(
+    ("last", "count", "is_told"), [(3.13, 4, True), (2.6, 4, False), (3.13, 3, True), (3.13, 2, False)]
+)
+def test_a_batch_whose_loss_is_highest_from_every_state_is_not_like_the_others(last, count, is_told):
+    others = np.array([[2.575, 2.552, 2.526, 2.621], [2.522, 2.491, 2.445, 2.56]])[:, :count]
+    loss = np.column_stack([others, [last, last]])  # two others have no range to speak of
     words = _highest_words(xr.Dataset({"loss": (("state", "batch"), loss)}))
     assert ("highest loss from every state" in words) == is_told
 

@@ -144,11 +144,14 @@ def _update_words(table: xr.Dataset) -> str:
     )
 
 
+_RANGE_BATCHES = 3  # other batches that their range takes, at least; our convention
+
+
 def _highest_words(table: xr.Dataset) -> str:
     "Where the suspect batch has by far the highest loss from every state, in words; '' elsewhere."
     loss = table["loss"].transpose("state", "batch").values
     others, last = loss[:, :-1], loss[:, -1]
-    if not np.isfinite(loss).all() or not (loss > 0).all():
+    if others.shape[1] < _RANGE_BATCHES or not np.isfinite(loss).all() or not (loss > 0).all():
         return ""
     if not (last - others.max(axis=1) > np.ptp(others, axis=1)).all():
         return ""

@@ -20,7 +20,7 @@ import xarray as xr
 
 from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
-from ..detect.likely_cause import MostLikely, most_likely
+from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
 from ..names.findings import REPORTED, SEVERITIES
 from .words import clean, number, spaced
 from ..run.curves import loss_name
@@ -300,8 +300,9 @@ def _recorded_steps(source: str) -> list[int]:
 
 
 def _suspect(findings: Findings) -> Finding | None:
-    "The first loss event, else the first finding of any kind above a note that has a step."
-    dated = [f for f in findings if f.severity != "info" and f.onset is not None]
+    "The first loss event, else the first finding above a note that has a step and is not of the machine."
+    above = [f for f in findings if f.severity != "info" and f.kind not in OF_MACHINE]
+    dated = [f for f in above if f.onset is not None]
     # replaying is for the loss; a finding of another kind is second best, and a note no reason at all
     events = [f for f in dated if f.kind in _EVENTS]
     return min(events or dated, key=lambda f: f.onset or 0, default=None)

@@ -29,7 +29,7 @@ from ..trial.start import Start
 from ..trial.suggest import suggest
 from ..trial.tasks import STOPPED, TrialState
 from ..trial.trial import ArmTask, Trial, TrialResult
-from .parts import StepChoice, button, column, on, set_visible
+from .parts import StepChoice, button, column, on, refill, set_visible
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #55e2e2d7
 @dataclass(frozen=True)
@@ -254,6 +254,7 @@ def trial_call(
     )
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #c6f4b098
+_N_TICKED = 2  # fixes that are ticked at first, beside the control
 _NARROW = widgets.Layout(width="250px")
 _AS_WIDE = {"description_width": "initial"}  # a long name is not cut
 
@@ -334,3 +335,71 @@ class ArmLine(widgets.HBox):
         self.show.disabled = row.share == 0
         loss = f", loss {row.last:.4g}" if row.share else ""
         self.words.value = f"{row.name}: {row.share:.0%}{loss}{', stopped' if row.is_stopped else ''}"
+
+# %% ../../nbs/api/workbench/06_fixlab.ipynb #c276dbee
+class FixOffers(widgets.VBox):
+    "The fixes that can be tried, with boxes to tick and their parameters."
+
+    def __init__(
+        self,
+        changed: Callable[[], object],  # called when something was ticked, changed or offered
+    ):
+        self.changed, self.boxes = changed, list[ChoiceBox]()
+        self.heading, self.offered = widgets.HTML(), column()
+        self.other = widgets.Dropdown(
+            description="Another", options=[("a fix …", "")], layout={"width": "auto"}
+        )
+        on(self.other, "value", self.offer)
+        scroll = {"flex": "1 1 300px", "min_width": "290px", "max_height": "860px", "overflow": "auto"}
+        super().__init__([self.heading, self.offered, self.other], layout=scroll)
+
+    def ticked(self) -> list[Arm]:
+        "The arms that are asked for."
+        return [box.arm() for box in self.boxes if box.tick.value]
+
+    def say(
+        self,
+        words: str,  # '': the usual heading
+    ) -> None:
+        "What stands above the fixes."
+        self.heading.value = render("view_fixlab", part="heading", choice=words)
+
+    def take(
+        self,
+        offered: list[Choice],  # the fixes that are worth a trial
+    ) -> None:
+        "Offers these fixes, the first ones and the control ticked."
+        none = "No fix is known to answer the findings of this run; choose one below."
+        self.say("" if offered else none)
+        first = [choice.name for choice in offered if not choice.is_control][:_N_TICKED]
+        self.boxes = []
+        self._add([ChoiceBox(choice, choice.is_control or choice.name in first) for choice in offered])
+
+    def offer(
+        self,
+        name: str,  # of a fix; '': none
+    ) -> None:
+        "Offers one more fix, ticked."
+        if name:
+            self._add([ChoiceBox(choice_of(name, [fix(name).about.summary]), is_ticked=True)])
+
+    def ask(
+        self,
+        name: str,  # of a fix; '': none
+    ) -> None:
+        "Ticks a fix, which is offered if it was not."
+        box = next((box for box in self.boxes if box.choice.name == name), None)
+        if box is None:
+            self.offer(name)
+        else:
+            box.tick.value = True
+
+    def _add(self, boxes: list[ChoiceBox]) -> None:
+        "Puts boxes below those that are there."
+        for box in boxes:
+            for control in (box.tick, *box.controls.values()):
+                on(control, "value", lambda _: self.changed())
+        self.boxes = self.offered.children = [*self.boxes, *boxes]
+        names = other_fixes([box.choice.name for box in self.boxes])
+        refill(self.other, [("a fix …", ""), *((name, name) for name in names)], "")
+        self.changed()

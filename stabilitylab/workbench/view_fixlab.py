@@ -10,34 +10,29 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ipywidgets as widgets
 import traitlets
 from markupsafe import Markup
 
-from ..fixes.registry import fix
 from ..names.errors import InputError
 from ..plot.runs import trial_picture
 from ..replay.device import AUTO, devices
 from ..report.render import render
 from ..report.trial import trial_sheet
 from ..run.job import Job, JobState
-from ..trial.arm import Arm
 from ..trial.start import Start
 from ..trial.tasks import TrialState
 from ..trial.trial import TrialResult
 from stabilitylab.workbench.fixlab import (
     ArmLine,
     Choice,
-    ChoiceBox,
     FixLab,
+    FixOffers,
     TrialLab,
     arm_rows,
     arm_runs,
-    choice_of,
     choices,
-    other_fixes,
     trial_call,
 )
 from .panel import JobPanel, beside
@@ -67,7 +62,6 @@ _WIDTHS = {
     "device": 150,
     "setup": 300,
 }  # pixels
-_N_TICKED = 2  # fixes that are ticked at first, beside the control
 
 
 def _lab_controls(lab: FixLab) -> dict[str, widgets.Widget]:
@@ -118,256 +112,108 @@ def _start_of(plan: dict) -> Start:
     names = {field.name for field in fields(Start)}
     return Start(**{name: value for name, value in plan["start"].items() if name in names})
 
-# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #c276dbee
-class FixOffers(widgets.VBox):
-    "The fixes that can be tried, with boxes to tick and their parameters."
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #f38a0002
+class TrialOrigin:
+    "Where the arms of a trial start: a kept state of the run, or a small proxy that a child process makes."
 
     def __init__(
         self,
-        changed: Callable[[], object],  # called when something was ticked, changed or offered
+        lab: TrialLab,  # whose arms start there
+        control: widgets.Dropdown,  # the name of the start
+        changed: Callable[[], object],  # called when the start, or what is known of it, has changed
     ):
-        self.changed, self.boxes = changed, list[ChoiceBox]()
-        self.heading, self.offered = widgets.HTML(), column()
-        self.other = widgets.Dropdown(
-            description="Another", options=[("a fix …", "")], layout={"width": "auto"}
-        )
-        on(self.other, "value", self.offer)
-        scroll = {"flex": "1 1 300px", "min_width": "290px", "max_height": "860px", "overflow": "auto"}
-        super().__init__([self.heading, self.offered, self.other], layout=scroll)
+        self.lab, self.control, self.changed = lab, control, changed
+        self.words = widgets.HTML()
+        self.maker = JobPanel("Make a proxy", self._make_proxy, heard=self.take, waits=False)
+        on(control, "value", self.choose)
 
-    def ticked(self) -> list[Arm]:
-        "The arms that are asked for."
-        return [box.arm() for box in self.boxes if box.tick.value]
+    @property
+    def is_state(self) -> bool:
+        "Whether the arms start in a state of the run."
+        return self.control.value == _STATE
 
-    def say(
+    @property
+    def is_ready(self) -> bool:
+        "Whether arms can start."
+        return self.lab.origin is not None or self.is_state
+
+    def offer(self) -> None:
+        "Offers the starts that the run has."
+        starts = [_STATE if self.lab.steps else _NOWHERE]
+        starts += [_PROXY] if self.lab.path and Path(self.lab.path).exists() else []
+        refill(self.control, starts, starts[0])
+        self.choose(starts[0])
+
+    def choose(
         self,
-        words: str,  # '': the usual heading
+        name: str,  # 'this state', 'choose …' or that of the proxy
     ) -> None:
-        "What stands above the fixes."
-        self.heading.value = _say("heading", words)
-
-    def take(
-        self,
-        offered: list[Choice],  # the fixes that are worth a trial
-    ) -> None:
-        "Offers these fixes, the first ones and the control ticked."
-        none = "No fix is known to answer the findings of this run; choose one below."
-        self.say("" if offered else none)
-        first = [choice.name for choice in offered if not choice.is_control][:_N_TICKED]
-        self.boxes = []
-        self._add([ChoiceBox(choice, choice.is_control or choice.name in first) for choice in offered])
-
-    def offer(
-        self,
-        name: str,  # of a fix; '': none
-    ) -> None:
-        "Offers one more fix, ticked."
-        if name:
-            self._add([ChoiceBox(choice_of(name, [fix(name).about.summary]), is_ticked=True)])
-
-    def ask(
-        self,
-        name: str,  # of a fix; '': none
-    ) -> None:
-        "Ticks a fix, which is offered if it was not."
-        box = next((box for box in self.boxes if box.choice.name == name), None)
-        if box is None:
-            self.offer(name)
-        else:
-            box.tick.value = True
-
-    def _add(self, boxes: list[ChoiceBox]) -> None:
-        "Puts boxes below those that are there."
-        for box in boxes:
-            for control in (box.tick, *box.controls.values()):
-                on(control, "value", lambda _: self.changed())
-        self.boxes = self.offered.children = [*self.boxes, *boxes]
-        names = other_fixes([box.choice.name for box in self.boxes])
-        refill(self.other, [("a fix …", ""), *((name, name) for name in names)], "")
+        "Starts there; a proxy is made first."
+        self.maker.cancel()
+        self.lab.origin, self.words.value = None, ""
+        if name == _PROXY:
+            self.maker.start()
         self.changed()
 
-# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #9627d2fe
-class FixLabView(StateView):
-    "The start, the fixes, the curves, the arms and the verdict of a trial."
-
-    def __init__(
-        self,
-        shared: WorkbenchState,  # with a run
-    ):
-        super().__init__(shared, "fixlab")
-        self.lab = TrialLab()
-        self.controls = _lab_controls(self.lab)
-        self.offers = FixOffers(self.say_call)
-        self.texts = {name: widgets.HTML() for name in ("notice", "proxied", "plan")}
-        self.lines: dict[str, ArmLine] = {}
-        tips: dict[str, Any] = {
-            "tooltip": "the run unchanged and the ticked fixes, in child processes",
-            "stop": "Stop all",
-        }
-        self.work = JobPanel(
-            "Train", self._begin, heard=self._draw_new, say=self._status, waits=False, **tips
-        )
-        self.maker = JobPanel("Make a proxy", self._make_proxy, heard=self._take_proxy, waits=False)
-        self.more = button("Add", "plus", "the ticked fixes that are not in this trial yet", self.add)
-        self.more.disabled = True
-        self.verdict, self.call, self.arms = SortableTable(), CallLine(), column()
-        self.picture = PictureWidget(dark=shared.dark, alt="Loss over steps of every arm of the trial.")
-        self._lay_out()
-        self.work.stop.on_click(lambda _: self.end())
-        on(self.controls["origin"], "value", self.set_origin)
-        on(self.lab, "step seeds length budget device setup", lambda _: self.say_call())
-        on(shared, "visible name findings", lambda _: self.enter())
-        on(shared, "wanted", self.offers.ask)
-        on(shared, "dark", lambda _: self.draw())
-        self.enter()
-
-    def _lay_out(self) -> None:
-        "Where the widgets stand."
-        controls, buttons = row(*self.controls.values()), row(self.work.widget, self.more)
-        main = [controls, self.texts["proxied"], self.texts["plan"], buttons, self.picture]
-        left = column(*main, self.arms, self.verdict, self.call, flex="3 1 560px", min_width="320px")
-        self.children = [self.texts["notice"], row(left, self.offers)]
-        set_visible(self.picture, False)
-
-    def _begin(self) -> TrialLab:
-        "The trial of the ticked fixes, in child processes."
-        self.lab.begin(self.offers.ticked())
-        self.lines, self.verdict.value = {}, ""
-        return self.lab
+    def cancel(self) -> None:
+        "Gives up a proxy that is being made."
+        if self.maker.job is not None:
+            self.maker.cancel()
+            self.control.value = self.control.options[0]
 
     def _make_proxy(self) -> Job:
         "A small model with the recipe of the run, in a child process."
         return Job.of("stabilitylab.investigation.plan:proxy_plan", path=self.lab.path)
 
-    def _status(self, _: JobState) -> str:
-        "How far the trial is, as HTML."
-        return _status_html(self.lab.now)
-
-    def enter(self) -> None:
-        "Shows the run of the state, once the view is seen; the runs of its own arms leave it as it is."
-        shared, lab = self.shared, self.lab
-        # looking at the record of an arm must not throw away the trial that made it
-        if shared.name in lab.opened or not self.is_due("run", shared.name, len(shared.findings)):
-            return
-        lab.open(shared.recording, shared.findings)
-        self._end_proxy()
-        has_state = bool(lab.steps)
-        self.texts["notice"].value = "" if has_state else _say("notice")
-        origins = [_STATE if has_state else _NOWHERE]
-        origins += [_PROXY] if lab.path and Path(lab.path).exists() else []
-        refill(self.controls["origin"], origins, origins[0])
-        self.set_origin(origins[0])
-        self.offers.say("Looking for fixes …")
-        # in a thread, as the page must not wait for it
-        beside(self._take_offers, partial(choices, lab.findings, shared.recording))
-
-    def _take_offers(self, offered: list[Choice]) -> None:
-        "Offers fixes, and ticks the one that was asked for beside a remedy."
-        self.offers.take(offered)
-        self.offers.ask(self.shared.wanted)
-
-    def set_origin(
+    def take(
         self,
-        name: str,  # 'this state', 'choose …' or that of the proxy
+        state: JobState,  # of the job that makes a proxy
     ) -> None:
-        "Where the arms start; a proxy is made first, in a child process."
-        self.lab.origin = None
-        self._end_proxy()
-        for control in ("step", "setup"):
-            set_visible(self.controls[control], name == _STATE)
-        self.texts["proxied"].value = ""
-        self.work.go.disabled = name == _PROXY or not self.lab.steps
-        self.say_call()
-        if name == _PROXY:
-            self.work.stop.disabled = False
-            self.maker.start()
-
-    def _take_proxy(self, state: JobState) -> None:
         "Takes over what the proxy is, and whether the symptom shows in it."
         # its child process may end after the user chose another start
-        if self.controls["origin"].value != _PROXY:
+        if self.control.value != _PROXY:
             return
-        if state.ended:
-            self.work.stop.disabled = self.lab.now.ended
         plan = dict(state.result) if state.phase == "done" else {}
-        self.texts["proxied"].value = _say("proxy", plan.get("words", []), state=state)
+        self.words.value = _say("proxy", plan.get("words", []), state=state)
         if plan.get("start"):
             self.lab.origin = _start_of(plan)
             # a small proxy fails later or earlier than the run: the plan says how long it has to train
             self.lab.length = int(plan.get("steps", self.lab.length))
-            self.work.go.disabled = False
-        self.say_call()
+        self.changed()
 
-    def _end_proxy(self) -> None:
-        "Gives up a proxy that is being made."
-        if self.maker.job is not None:
-            self.maker.cancel()
-            self.work.stop.disabled = self.lab.now.ended
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #f38a0006
+class TrialArms:
+    "The arms of a trial: their curves, how far each one is, and the verdicts on them."
 
-    def say_call(self) -> None:
-        "What the trial will be, and the call that makes it."
-        self.call.call = self.texts["plan"].value = ""
-        if not (self.lab.steps or self.lab.origin):
-            return
-        try:
-            arms = self.offers.ticked()
-            self.texts["plan"].value = _say(
-                "plan", [arm.name for arm in arms], lab=self.lab, words=self.lab.start.words
-            )
-            self.call.call = trial_call(self.lab, arms)
-        except InputError as error:
-            self.texts["plan"].value = render("view_error", title="This trial", error=error)
-
-    def _try(self, action: Callable, *arguments: object) -> None:
-        "Does it; what cannot be done is said in the view."
-        try:
-            action(*arguments)
-        except InputError as error:
-            self.work.says.value = render("view_error", title="This trial", error=error)
-
-    def add(self) -> None:
-        "Adds the ticked fixes that the trial does not have."
-        for arm in self.offers.ticked():
-            if self.lab.work is not None and arm.name not in self.lines:
-                self._try(self.lab.work.add, arm)
-        self.show()
-        if self.work.job is None:
-            self.work.look_after(self.lab)
-
-    def _draw_new(self, _: JobState) -> None:
-        "Shows the arms where something is new."
-        if self.is_new("arms", self.lab.n_taken, self.lab.now):
-            self.show()
-
-    def end(self) -> None:
-        "Stops everything, also a proxy that is being made."
-        if self.maker.job is not None:
-            self._end_proxy()
-            self.controls["origin"].value = self.controls["origin"].options[0]
-        self.work.cancel()
-        self.show()
-
-    def stop(
+    def __init__(
         self,
-        name: str,  # of an arm
-    ) -> None:
-        "Stops one arm."
-        if self.lab.work is not None:
-            self._try(self.lab.work.stop, name)
-        self.show()
+        shared: WorkbenchState,  # with the run of the trial
+        lab: TrialLab,  # which trains the arms
+        stop: Callable[[str], object],  # called with the name of an arm to stop
+    ):
+        self.shared, self.lab, self.stop = shared, lab, stop
+        self.lines: dict[str, ArmLine] = {}
+        self.picture = PictureWidget(dark=shared.dark, alt="Loss over steps of every arm of the trial.")
+        self.rows, self.verdict = column(), SortableTable()
+        self._judged: tuple = ()  # what the verdicts were made from
+        set_visible(self.picture, False)
+
+    def clear(self) -> None:
+        "Forgets the arms of the trial before."
+        self.lines, self.verdict.value = {}, ""
 
     def show(self) -> None:
         "The curves, how far every arm is, and what the finished seeds say."
-        rows, now = arm_rows(self.lab), self.lab.now
-        for number, arm in enumerate(rows):
+        for number, arm in enumerate(arm_rows(self.lab)):
             if arm.name not in self.lines:
-                self.lines[arm.name] = ArmLine(arm.name, self.stop, self.open_arm, is_base=number == 0)
-                self.arms.children = list(self.lines.values())
+                self.lines[arm.name] = ArmLine(arm.name, self.stop, self.open, is_base=number == 0)
+                self.rows.children = list(self.lines.values())
             self.lines[arm.name].take(arm)
-        self.more.disabled = not rows
         self.draw()
         # verdicts are rendered only when a seed has ended; curves are drawn many times between
-        if self.is_new("verdict", id(self.lab.work), now.done, now.failed):
+        judged = id(self.lab.work), self.lab.now.done, self.lab.now.failed
+        if self._judged != judged:
+            self._judged = judged
             self.judge()
 
     def draw(self) -> None:
@@ -386,7 +232,7 @@ class FixLabView(StateView):
             self.shared.trial_call = trial_call(self.lab, self.lab.trial.arms)
             self.shared.trial = self.lab.result
 
-    def open_arm(
+    def open(
         self,
         name: str,  # of an arm
     ) -> None:
@@ -397,3 +243,132 @@ class FixLabView(StateView):
             self.shared.runs = self.shared.runs | runs
             self.shared.show(next(iter(runs)))
             self.shared.visible = "overview"
+
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #9627d2fe
+class FixLabView(StateView):
+    "The start, the fixes, the curves, the arms and the verdict of a trial."
+
+    def __init__(
+        self,
+        shared: WorkbenchState,  # with a run
+    ):
+        super().__init__(shared, "fixlab")
+        self.lab = TrialLab()
+        self.controls = _lab_controls(self.lab)
+        tooltip = "the run unchanged and the ticked fixes, in child processes"
+        self.work = JobPanel(
+            "Train",
+            self._begin,
+            heard=self._draw_new,
+            say=self._status,
+            stop="Stop all",
+            waits=False,
+            tooltip=tooltip,
+        )
+        self.more = button("Add", "plus", "the ticked fixes that are not in this trial yet", self.add)
+        self.more.disabled = True
+        self.notice, self.plan, self.call = widgets.HTML(), widgets.HTML(), CallLine()
+        self.offers = FixOffers(self.say_call)
+        self.origin = TrialOrigin(self.lab, self.controls["origin"], self._begin_elsewhere)
+        self.arms = TrialArms(shared, self.lab, self.stop)
+        buttons = row(self.work.widget, self.more)
+        above = [row(*self.controls.values()), self.origin.words, self.plan, buttons]
+        below = [self.arms.picture, self.arms.rows, self.arms.verdict, self.call]
+        left = column(*above, *below, flex="3 1 560px", min_width="320px")
+        self.children = [self.notice, row(left, self.offers)]
+        self.work.stop.on_click(lambda _: self.end())
+        on(self.lab, "step seeds length budget device setup", lambda _: self.say_call())
+        on(shared, "visible name findings", lambda _: self.enter())
+        on(shared, "wanted", self.offers.ask)
+        on(shared, "dark", lambda _: self.arms.draw())
+        self.enter()
+
+    def enter(self) -> None:
+        "Shows the run of the state, once the view is seen; the runs of its own arms leave it as it is."
+        shared, lab = self.shared, self.lab
+        # looking at the record of an arm must not throw away the trial that made it
+        if shared.name in lab.opened or not self.is_due("run", shared.name, len(shared.findings)):
+            return
+        lab.open(shared.recording, shared.findings)
+        self.notice.value = "" if lab.steps else _say("notice")
+        self.origin.offer()
+        self.offers.say("Looking for fixes …")
+        # in a thread, as the page must not wait for it
+        beside(self._take_offers, partial(choices, lab.findings, shared.recording))
+
+    def _take_offers(self, offered: list[Choice]) -> None:
+        "Offers fixes, and ticks the one that was asked for beside a remedy."
+        self.offers.take(offered)
+        self.offers.ask(self.shared.wanted)
+
+    def _begin_elsewhere(self) -> None:
+        "What can be chosen and done from another start."
+        for control in ("step", "setup"):
+            set_visible(self.controls[control], self.origin.is_state)
+        self.work.go.disabled = not self.origin.is_ready
+        self.work.stop.disabled = self.lab.now.ended and self.origin.maker.job is None
+        self.say_call()
+
+    def say_call(self) -> None:
+        "What the trial will be, and the call that makes it."
+        self.call.call = self.plan.value = ""
+        if not (self.lab.steps or self.lab.origin):
+            return
+        try:
+            arms = self.offers.ticked()
+            names, words = [arm.name for arm in arms], self.lab.start.words
+            self.plan.value = _say("plan", names, lab=self.lab, words=words)
+            self.call.call = trial_call(self.lab, arms)
+        except InputError as error:
+            self.plan.value = render("view_error", title="This trial", error=error)
+
+    def _begin(self) -> TrialLab:
+        "The trial of the ticked fixes, in child processes."
+        self.lab.begin(self.offers.ticked())
+        self.arms.clear()
+        return self.lab
+
+    def _status(self, _: JobState) -> str:
+        "How far the trial is, as HTML."
+        return _status_html(self.lab.now)
+
+    def _draw_new(self, _: JobState) -> None:
+        "Shows the arms where something is new."
+        if self.is_new("arms", self.lab.n_taken, self.lab.now):
+            self.show()
+
+    def show(self) -> None:
+        "The arms as they are now."
+        self.more.disabled = not arm_rows(self.lab)
+        self.arms.show()
+
+    def _try(self, action: Callable, *arguments: object) -> None:
+        "Does it; what cannot be done is said in the view."
+        try:
+            action(*arguments)
+        except InputError as error:
+            self.work.says.value = render("view_error", title="This trial", error=error)
+
+    def add(self) -> None:
+        "Adds the ticked fixes that the trial does not have."
+        for arm in self.offers.ticked():
+            if self.lab.work is not None and arm.name not in self.arms.lines:
+                self._try(self.lab.work.add, arm)
+        self.show()
+        if self.work.job is None:
+            self.work.look_after(self.lab)
+
+    def stop(
+        self,
+        name: str,  # of an arm
+    ) -> None:
+        "Stops one arm."
+        if self.lab.work is not None:
+            self._try(self.lab.work.stop, name)
+        self.show()
+
+    def end(self) -> None:
+        "Stops everything, also a proxy that is being made."
+        self.origin.cancel()
+        self.work.cancel()
+        self.show()
