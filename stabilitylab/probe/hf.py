@@ -9,6 +9,7 @@ __all__ = ['RecorderCallback']
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,85 +29,94 @@ try:
 except ImportError:
     _Base = object
 
-# %% ../../nbs/api/probe/08_hf.ipynb #02392cad
-class _WatchedTrainer(_Base):
-    "The batches and the losses of a trainer, as it computes them."
+# %% ../../nbs/api/probe/08_hf.ipynb #f38b0001
+def _watched_loss(compute_loss: Callable, take: Callable[[dict], None]) -> Callable:
+    "The trainer's own `compute_loss`; it takes a batch first."
 
-    recorder: Recorder | None  # None: nothing is recorded now
-    before: Any  # handle of the hook that sees each batch; None where the trainer computes its own loss
-    trainer: Any  # whose `compute_loss` and `backward` are watched; None where its model returns the loss
-    losses: list[torch.Tensor]  # of the micro-batches of this step, as they are optimized
+    @functools.wraps(compute_loss)
+    def watched_loss(
+        model: Any,  # the Trainer's, maybe wrapped
+        inputs: Any,  # of one micro-batch, by argument name
+        *args: Any,  # further arguments of `compute_loss`, passed on
+        **kwargs: Any,  # its named arguments, passed on
+    ) -> Any:
+        "The loss of `compute_loss`."
+        if model.training and torch.is_grad_enabled():
+            items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+            take({**inputs} if items is None else {**inputs, "num_items_in_batch": items})
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    return watched_loss
+
+
+def _watched_backward(accelerator: Any, keep: Callable[[torch.Tensor], None]) -> Callable:
+    "Accelerate's `backward`; it keeps the loss first."
+    backward, count = accelerator.backward, getattr(accelerator, "gradient_accumulation_steps", 1)
+
+    @functools.wraps(backward)
+    def watched_backward(
+        loss: Any,  # of one micro-batch, a scalar
+        *args: Any,  # further arguments of `backward`, passed on
+        **kwargs: Any,  # its named arguments, passed on
+    ) -> Any:
+        "The backward pass."
+        if torch.is_tensor(loss):
+            keep(loss.detach() / count)  # accelerate divides by the accumulation inside its own `backward`
+        return backward(loss, *args, **kwargs)
+
+    return watched_backward
+
+# %% ../../nbs/api/probe/08_hf.ipynb #02392cad
+class _TrainingWatch:
+    "The batches of a training, and the losses as they are optimized."
+
+    def __init__(
+        self,
+        recorder: Recorder,  # that takes the batches
+        model: torch.nn.Module,  # that trains
+        trainer: Any,  # whose `compute_loss` and `backward` are watched; None: the calls of the model
+    ):
+        self.recorder: Recorder | None = recorder  # None: nothing is recorded any more
+        self.trainer, self.losses = trainer, list[torch.Tensor]()  # of the micro-batches of this step
+        if trainer is None:
+            watch = Watch(model, self._batch)
+            self.before = model.register_forward_pre_hook(watch, with_kwargs=True)
+        else:
+            recorder.trainer = trainer
+            trainer.compute_loss = _watched_loss(trainer.compute_loss, self._take)
+            trainer.accelerator.backward = _watched_backward(trainer.accelerator, self._keep)
 
     def _batch(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         "Each micro-batch, before the model sees it."
         # neither in evaluation, nor where gradient checkpointing runs the model once more
-        if self.recorder is not None and torch.is_grad_enabled() and graph_task() == -1:
-            self.recorder.batch(kwargs or args)
+        if torch.is_grad_enabled() and graph_task() == -1:
+            self._take(kwargs or args)
 
     vars(_batch)["_torchdynamo_disable"] = True
 
-    def _watch(self, trainer: Any) -> None:
-        "See each batch as `compute_loss` is given it, and each loss as it is optimized."
-        compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
-        count = getattr(trainer.accelerator, "gradient_accumulation_steps", 1)
-
-        @functools.wraps(compute_loss)
-        def watched_loss(
-            model: Any,  # the Trainer's, maybe wrapped
-            inputs: Any,  # of one micro-batch, by argument name
-            *args: Any,  # further arguments of `compute_loss`, passed on
-            **kwargs: Any,  # its named arguments, passed on
-        ) -> Any:
-            "The loss of `compute_loss`; the batch is recorded first."
-            if self.recorder is not None and model.training and torch.is_grad_enabled():
-                items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
-                counted = {} if items is None else {"num_items_in_batch": items}
-                self.recorder.batch({**inputs, **counted})
-            return compute_loss(model, inputs, *args, **kwargs)
-
-        @functools.wraps(backward)
-        def watched_backward(
-            loss: Any,  # of one micro-batch, a scalar
-            *args: Any,  # further arguments of `backward`, passed on
-            **kwargs: Any,  # its named arguments, passed on
-        ) -> Any:
-            "The backward pass; the loss is kept first."
-            if torch.is_tensor(loss):
-                # accelerate divides by the accumulation inside its own `backward`
-                self.losses.append(loss.detach() / count)
-            return backward(loss, *args, **kwargs)
-
-        self.trainer, self.losses = trainer, []
-        trainer.compute_loss, trainer.accelerator.backward = watched_loss, watched_backward
-
-# %% ../../nbs/api/probe/08_hf.ipynb #85433820
-class _StepCallback(_WatchedTrainer):
-    "What a recording sees of every step of the Trainer."
-
-    def on_step_end(
-        self,
-        args: Any,  # not used
-        state: Any,  # the Trainer's counters
-        control: Any,  # not used
-        **kwargs: Any,  # not used
-    ) -> None:
-        "Close a step."
-        losses, self.losses = self.losses, []
+    def _take(self, batch: dict | tuple) -> None:
+        "Records a micro-batch."
         if self.recorder is not None:
-            self.recorder.step(sum(losses[1:], losses[0]) if losses else None, epoch=state.epoch)
+            self.recorder.batch(batch)
+
+    def _keep(self, loss: torch.Tensor) -> None:
+        "Keeps the loss of a micro-batch."
+        self.losses.append(loss.detach())
+
+    def step_loss(self) -> torch.Tensor | None:  # scalar; None where the model returns the loss
+        "The loss of the step that ends."
+        losses, self.losses = self.losses, []
+        return sum(losses[1:], losses[0]) if losses else None
 
     def close(self) -> None:
-        "Take the hooks off; after an error in training the next start, or the end of the program, does it."
-        recorder, self.recorder = self.recorder, None
-        if recorder is None:
-            return
-        if self.before is not None:
+        "Takes the hooks off."
+        self.recorder = None
+        if self.trainer is None:
             self.before.remove()
-        if self.trainer is not None:
+        else:
             # they only hid the methods of the classes
             vars(self.trainer).pop("compute_loss", None)
             vars(self.trainer.accelerator).pop("backward", None)
-        recorder.__exit__(None, None, None)
 
 # %% ../../nbs/api/probe/08_hf.ipynb #8bdfbf59
 def _running_trainer() -> Any:
@@ -123,7 +133,7 @@ def _running_trainer() -> Any:
 _OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
 
 # %% ../../nbs/api/probe/08_hf.ipynb #0424c7d5
-class RecorderCallback(_StepCallback):
+class RecorderCallback(_Base):
     "A callback that records the Trainer's run."
 
     def __init__(
@@ -132,8 +142,9 @@ class RecorderCallback(_StepCallback):
         **options: Any,  # options of `Recorder`, such as `level`, `every_n` or `snapshot_every`
     ):
         require("transformers", "hf")
-        self.path, self.options, self.recorder, self.before = path, options, None, None
-        self.trainer, self.losses = None, []
+        self.path, self.options = path, options
+        self.recorder: Recorder | None = None
+        self.watch: _TrainingWatch | None = None
 
     def on_train_begin(
         self,
@@ -153,19 +164,33 @@ class RecorderCallback(_StepCallback):
         own = {"scaler": getattr(optimizer, "scaler", None), "first_step": state.global_step}
         self.recorder = Recorder(model, optimizer, self.path, **(own | self.options)).__enter__()
         self.recorder.clip = getattr(args, "max_grad_norm", None) or "None"  # for the draft of the setup
-        trainer, self.before, self.trainer = _running_trainer(), None, None
-        if trainer is not None and is_own_loss(trainer):
-            self.recorder.trainer = trainer
-            self._watch(trainer)
-        else:
-            self.before = model.register_forward_pre_hook(Watch(model, self._batch), with_kwargs=True)
+        trainer = _running_trainer()
+        has_own_loss = trainer is not None and is_own_loss(trainer)
+        self.watch = _TrainingWatch(self.recorder, model, trainer if has_own_loss else None)
+
+    def on_step_end(
+        self,
+        args: Any,  # not used
+        state: Any,  # the Trainer's counters
+        *others: Any,  # not used
+        **kwargs: Any,  # not used
+    ) -> None:
+        "Ends a step of the record."
+        if self.recorder is not None and self.watch is not None:
+            self.recorder.step(self.watch.step_loss(), epoch=state.epoch)
 
     def on_train_end(
         self,
-        args: Any,  # not used
-        state: Any,  # not used
-        control: Any,  # not used
+        *args: Any,  # not used
         **kwargs: Any,  # not used
     ) -> None:
         "Closes the recorder, so that the record is complete."
         self.close()
+
+    def close(self) -> None:
+        "Ends the record; after an error in training the next start, or the end of the program, does it."
+        (recorder, self.recorder), (watch, self.watch) = (self.recorder, None), (self.watch, None)
+        if watch is not None:
+            watch.close()
+        if recorder is not None:
+            recorder.__exit__(None, None, None)

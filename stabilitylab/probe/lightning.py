@@ -40,15 +40,43 @@ def _clips_by_itself(module: Any) -> bool:
     return rule is not None and rule.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #f75b1d65
-class _StartedRecorder(_base()):  # type: ignore[misc]
-    "A callback that starts a recorder with the training."
+def _started(trainer: Any, module: torch.nn.Module, path: str | Path, options: dict) -> Recorder:
+    "A recorder of a LightningModule, from the Trainer's current step."
+    is_manual = not module.automatic_optimization
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    own = {"scaler": scaler, "first_step": trainer.global_step} | options
+    if is_manual:
+        own["snapshot_every"] = 0
+    recorder = Recorder(module, trainer.optimizers, path, **own).__enter__()
+    if is_manual:
+        recorder.guard.note(_MANUAL)
+    # what the draft of the setup takes from the Trainer
+    recorder.share = trainer.accumulate_grad_batches
+    recorder.autocast = _AUTOCAST.get(str(trainer.precision))
+    recorder.clip = _clip_of(trainer, recorder.clip)
+    return recorder
+
+
+def _clip_of(trainer: Any, default: Any) -> Any:
+    "How gradients are clipped, as `Recorder.clip` says it; the default where the module does it."
+    if trainer.gradient_clip_val:
+        limit = float(trainer.gradient_clip_val)
+        if "value" in str(trainer.gradient_clip_algorithm or "norm"):
+            return f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit})"
+        return limit
+    return default if _clips_by_itself(trainer.lightning_module) else "None"
+
+# %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
+class LightningCallback(_base()):  # type: ignore[misc]
+    "A callback that records the run of a Lightning Trainer."
 
     def __init__(
         self,
         path: str | Path,  # folder of the record
         **options: Any,  # options of `Recorder`, such as `level`, `every_n` or `snapshot_every`
     ):
-        self.path, self.options, self.recorder = path, options, None
+        self.path, self.options = path, options
+        self.recorder: Recorder | None = None
         self.last_step = 0  # optimizer steps that Lightning had taken after the last batch
         self.losses: list[torch.Tensor] = []  # of the micro-batches of this step, as they are optimized
 
@@ -58,37 +86,12 @@ class _StartedRecorder(_base()):  # type: ignore[misc]
         pl_module: torch.nn.Module,  # the LightningModule
     ) -> None:
         "Starts recording at the Trainer's current step."
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        own = {"scaler": scaler, "first_step": trainer.global_step} | self.options
-        if not pl_module.automatic_optimization:
-            own["snapshot_every"] = 0
         self.last_step = trainer.global_step
-        recorder = Recorder(pl_module, trainer.optimizers, self.path, **own).__enter__()
-        if not pl_module.automatic_optimization:
-            recorder.guard.note(_MANUAL)
-        self.recorder = recorder
-        self._note(trainer)
-
-    def _note(self, trainer: Any) -> None:
-        "What the draft of the setup takes from the Trainer."
-        assert self.recorder is not None
-        self.recorder.share = trainer.accumulate_grad_batches
-        self.recorder.autocast = _AUTOCAST.get(str(trainer.precision))
-        if trainer.gradient_clip_val:
-            limit, rule = float(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm or "norm")
-            self.recorder.clip = f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit})"
-            if "value" not in rule:
-                self.recorder.clip = limit
-        elif not _clips_by_itself(trainer.lightning_module):
-            self.recorder.clip = "None"
-
-# %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
-class LightningCallback(_StartedRecorder):
-    "A callback that records the run of a Lightning Trainer."
+        self.recorder = _started(trainer, pl_module, self.path, self.options)
 
     def on_train_batch_start(
         self,
-        trainer: Any,  # Lightning's Trainer
+        trainer: Any,  # not used
         pl_module: torch.nn.Module,  # not used
         batch: Any,  # batch that `training_step` receives
         batch_idx: int,  # not used
@@ -102,8 +105,7 @@ class LightningCallback(_StartedRecorder):
         trainer: Any,  # Lightning's Trainer
         pl_module: torch.nn.Module,  # not used
         outputs: Any,  # what `training_step` returned: a loss, or a dict with a `loss`
-        batch: Any,  # not used
-        batch_idx: int,  # not used
+        *others: Any,  # not used
     ) -> None:
         "Ends a step of the record if the optimizer took one."
         if self.recorder is None:
@@ -118,19 +120,11 @@ class LightningCallback(_StartedRecorder):
 
     def on_train_end(
         self,
-        trainer: Any,  # not used
-        pl_module: torch.nn.Module,  # not used
+        *args: Any,  # not used
     ) -> None:
         "Closes the recorder, so that the record is complete."
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.__exit__(None, None, None)
 
-    def on_exception(
-        self,
-        trainer: Any,  # not used
-        pl_module: torch.nn.Module,  # not used
-        exception: BaseException,  # error that ends the training
-    ) -> None:
-        "Closes the recorder after an error in training."
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end

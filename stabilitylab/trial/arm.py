@@ -250,8 +250,31 @@ def _state_bytes(training: Training) -> int:
     return sum(t.numel() * t.element_size() for t in (*tensors, *grads, *moments))
 
 # %% ../../nbs/api/trial/01_arm.ipynb #d6dc5749
-class _LoadedArm:
-    "The training of one arm with one seed, as far as it was saved."
+def _resume(training: Training, fixes: Sequence[dict], state: Path) -> None:
+    "Applies the fixes of an arm, and goes on where its state was saved."
+    # before the state is loaded, which holds the tensors and hooks that fixes add
+    apply_all(training, [fix(row["name"], **row.get("parameters", {})) for row in fixes])
+    if state.is_file():
+        saved = torch.load(state, weights_only=True, map_location=training.device)
+        training.load_state_dict(saved)
+
+
+def _log_row(training: Training, step: Stepped, seconds: float, n_bytes: int) -> dict:
+    "What the log says of a step."
+    row = {
+        "step": step.step,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "lr": training.optimizer.param_groups[0]["lr"],
+        "skipped": int(step.skipped),
+        "seconds": round(seconds, 6),
+        "state_bytes": n_bytes,
+    }
+    return row | ({"is_loss_alone": True} if _is_loss_alone(step, training.model) else {})
+
+# %% ../../nbs/api/trial/01_arm.ipynb #5863893d
+class ArmTraining:
+    "One arm with one seed while it trains, with its log and its saved state."
 
     def __init__(
         self,
@@ -266,11 +289,7 @@ class _LoadedArm:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.training = Start(**start).build(seed, device)
         self.first = self.training.step
-        # before the state is loaded, which holds the tensors and hooks that fixes add
-        apply_all(self.training, [fix(row["name"], **row.get("parameters", {})) for row in Arm(**arm).fixes])
-        if (self.folder / "state.pt").is_file():
-            saved = torch.load(self.folder / "state.pt", weights_only=True, map_location=self.training.device)
-            self.training.load_state_dict(saved)
+        _resume(self.training, Arm(**arm).fixes, self.folder / "state.pt")
 
     @property
     def steps_done(self) -> int:  # also by processes before this one
@@ -282,10 +301,6 @@ class _LoadedArm:
         "Whether it takes no more steps."
         return self.steps_done >= self.steps or self.n_non_finite >= _NON_FINITE_END
 
-# %% ../../nbs/api/trial/01_arm.ipynb #5863893d
-class ArmTraining(_LoadedArm):
-    "One arm with one seed while it trains, with its log and its saved state."
-
     def write(
         self,
         step: Stepped,  # that was just taken
@@ -293,20 +308,11 @@ class ArmTraining(_LoadedArm):
     ) -> None:
         "Adds a step to the log."
         self._bytes = self._bytes or _state_bytes(self.training)  # complete after the first step
-        row = {
-            "step": step.step,
-            "loss": step.loss,
-            "grad_norm": step.grad_norm,
-            "lr": self.training.optimizer.param_groups[0]["lr"],
-            "skipped": int(step.skipped),
-            "seconds": round(seconds, 6),
-            "state_bytes": self._bytes,
-        }
-        is_loss_alone = _is_loss_alone(step, self.training.model)
-        row |= {"is_loss_alone": True} if is_loss_alone else {}
+        row = _log_row(self.training, step, seconds, self._bytes)
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps(row) + "\n")
-        self.n_non_finite = 0 if is_loss_alone or math.isfinite(step.loss) else self.n_non_finite + 1
+        may_recover = math.isfinite(step.loss) or "is_loss_alone" in row
+        self.n_non_finite = 0 if may_recover else self.n_non_finite + 1
 
     def take(self) -> Stepped:  # its outcome
         "The next step; the last one, of loss NaN, where the program fails on weights that are not finite."
