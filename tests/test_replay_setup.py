@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from stabilitylab.cli.main import main
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.examine import examine
@@ -677,3 +679,71 @@ def test_a_draft_with_another_fault_beside_its_clipping_is_left_as_it_is(tmp_pat
     draft = write_draft(run, "None")
     before = draft.read_text()
     assert not checked(run, 3).check.is_step and draft.read_text() == before
+
+
+def loop(path, order, first_batch=0, **options):
+    "A loop that calls what `order` names, step by step; batches are handed over from `first_batch` on."
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adam(model)
+    with Recorder(model, optimizer, path, snapshot_every=2, merge=False, **options) as recorder:
+        for step in range(8):
+            part = part_of(step)
+            loss = mean_loss(model, recorder.batch(part) if step >= first_batch else part)
+            calls = {"backward": loss.backward, "update": optimizer.step, "clear": optimizer.zero_grad}
+            for name in order:
+                (calls | {"record": lambda loss=loss: recorder.step(loss)})[name]()
+    return path
+
+
+def test_a_step_that_is_recorded_before_the_update_is_noted_and_named(tmp_path):
+    with pytest.warns(UserWarning, match="`recorder.step` came before `optimizer.step`"):
+        run = loop(tmp_path / "run", ["backward", "record", "update", "clear"])
+    check = check_setup(run, 6, replace(SETUP, clip=None, schedule=None))
+    assert check.fault == "late update" and "after `optimizer.step`" in check.words
+
+
+@pytest.mark.parametrize("order", ["backward update clear record", "clear backward update record"])
+def test_other_orders_of_a_loop_are_replayed_without_a_note(tmp_path, order, recwarn):
+    run = loop(tmp_path / "run", order.split())
+    assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact and not len(recwarn)
+
+
+def test_a_setup_is_drafted_with_the_first_batch_that_is_handed_over(tmp_path):
+    with pytest.warns(UserWarning, match="in the first step, so it cannot be replayed"):
+        run = loop(tmp_path / "run", ["backward", "update", "clear", "record"], first_batch=3)
+    assert (run / "replay_setup.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("order", "name", "is_cause"),
+    [
+        ("backward clear record", "unmoved", True),  # the update is forgotten
+        ("backward clear update record", "unseen_updates", False),  # for a cause the loss has to stay up
+        ("backward update clear record", None, False),
+    ],
+)
+def test_weights_that_never_move_are_the_cause(tmp_path, order, name, is_cause):
+    findings = diagnose(opened(loop(tmp_path / "run", order.split())).run)
+    assert {"unmoved", "unseen_updates"} & set(findings.attrs["evidence"]) == ({name} - {None})
+    causes = ranked_causes(findings.attrs["evidence"])
+    assert ("no_update" in [cause.id for cause in causes]) == is_cause
+    if name:
+        stuck = ranked_causes(findings.attrs["evidence"] | {"found not_learning": (1.0, 0)})
+        assert stuck[0].id == "no_update" and "8 steps" in stuck[0].words
+
+
+def test_several_updates_in_one_step_of_the_record_are_named(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adam(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2, merge=False) as recorder:
+        for step in range(12):
+            loss = mean_loss(model, recorder.batch(part_of(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                recorder.step(loss)
+    check = check_setup(tmp_path / "run", 4, replace(SETUP, clip=None, schedule=None))
+    assert check.fault == "several updates" and "after each `optimizer.step`" in check.words

@@ -24,6 +24,13 @@ from .updates import StepUpdates, follows_from_state
 
 # %% ../../nbs/api/probe/12_params.ipynb #f3868cc8
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # that add nothing to the step of the one inside
+LATE_UPDATE = (
+    "`recorder.step` came before `optimizer.step`, so that each step is recorded with the update of the one"
+    " before it: call `recorder.step` after `optimizer.step`"
+)
+SEVERAL_UPDATES = (
+    "an optimizer took more than one step in one step of the record: call `recorder.step` after each of them"
+)
 _GRADIENTS, UPDATES, STEPS = "gradients", "updates", "optimizer steps"  # kinds that may be switched off
 
 # %% ../../nbs/api/probe/12_params.ipynb #fcadb7c2
@@ -216,6 +223,7 @@ class ParamProbe:
         self.gradients, self.updates = _Gradients(self.numbered), StepUpdates(self.numbered)
         self.stepped: set[int] = set()  # optimizers that have stepped
         self.depth: dict[int, int] = {}  # nested calls of an optimizer's `step`
+        self.is_silent = False  # whether no optimizer stepped with the gradients of the last step
         self.lr: Any = None  # learning rate of the first group as the step used it
         self.before_step: Callable[[], None] | None = None
         # optimizers inside of others, as SAM has one: loops may step these alone
@@ -295,6 +303,10 @@ class ParamProbe:
         self.depth[k] = self.depth.get(k, 0) + 1
         if self.depth[k] > 1:  # a subclass that calls the step of its base
             return
+        if self.is_silent and not self.gradients.rows:
+            self.guard.note(LATE_UPDATE)
+        if k in self.stepped:  # as a critic may, which takes several steps for each of the generator
+            self.guard.note(SEVERAL_UPDATES, aloud=False)
         if self.before_step is not None:
             self.guard.attempt("the loss scale", None, self.before_step)
         self.gradients.use(optimizer)
@@ -358,8 +370,10 @@ class ParamProbe:
         "Returns and clears: gradient rows and step rows by parameter, and the parameters that were updated."
         if self.loose:
             self.guard.attempt(UPDATES, None, self._take_loose)
-        is_silent = bool(self.gradients.rows) and not self.stepped and not self.loose
-        if is_silent and self.optimizers:  # no hook ran, or the step was skipped: look at the weights too
+        self.is_silent = bool(self.gradients.rows) and not self.stepped
+        if (
+            self.is_silent and not self.loose and self.optimizers
+        ):  # no hook ran, or the step was skipped: look at the weights too
             self.loose = list(range(len(self.optimizers)))
         got = whole_rows(self.gradients.take()), whole_rows(self.updates.take()), self.stepped
         self.stepped, self.depth = set(), {}

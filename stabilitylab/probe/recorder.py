@@ -72,6 +72,7 @@ class Recorder:
         self.guard = Guard(str(path), self.options.first_step)
         self.n, self.pid = self.options.first_step, os.getpid()  # the step that comes next
         self.micro = 0  # micro-batches of it so far
+        self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
         self.is_open = False
         self.begin = time.perf_counter()  # when the step began
         self.batch_at: float | None = None  # when the first batch of the step was there
@@ -144,7 +145,8 @@ class Recorder:
         "Saves a batch and the random state for replay, and returns it; call it before each forward pass."
         self.batch_at = self.batch_at or time.perf_counter()
         if self.box is not None and self.off is None:
-            if self.n == self.options.first_step and not self.micro:
+            if not self.is_drafted:
+                self.is_drafted = True
                 self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
             self.guard.attempt(_BOX, None, self._keep, batch, sys._getframe(1))
         self.micro += 1
@@ -227,7 +229,7 @@ class Recorder:
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
 _BOX, _ROUTERS = "the black box", "routers"  # the kinds of statistics that they stand for
 _NO_BATCH = (
-    "no batch was handed over in the first step, so no step can be replayed: "
+    "no batch was handed over in the first step, so it cannot be replayed: "
     "call `recorder.batch(batch)` before each forward pass"
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..probe.params import LATE_UPDATE, SEVERAL_UPDATES
 from ..probe.settings import as_list
 from .explanations import explanation, named_tensors
 from stabilitylab.replay.retrace import (
@@ -33,7 +34,7 @@ from stabilitylab.replay.step_facts import (
     unread_keys,
     untied_params,
 )
-from ..run.curves import kept_gradients
+from ..run.curves import group_of, kept_gradients
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
@@ -97,6 +98,10 @@ _STEP_FAULTS = {  # what a gradient or an update tells that is another one
     "schedule off": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}, that of the step"
     " {which}: `setup.schedule` is one step off",
     "other schedule": "the learning rate was {recorded:.6g}, `setup.schedule` gives {replayed:.6g}",
+    "late update": "in the run `recorder.step` came before `optimizer.step`, so that each step is recorded with"
+    " the update of the one before it: call `recorder.step` after `optimizer.step`",
+    "several updates": "in the run an optimizer took more than one step in one step of the record, and a replay"
+    " takes one: call `recorder.step` after each `optimizer.step`",
     "skipped": "the run skipped this step, as a loss scaler does after an overflow; the replay took it",
     "optimizer": "the record was made with {recorded}, `setup.optimizer` makes {replayed}",
     "groups": "{names} moved in the run and stay here: `setup.optimizer` leaves them out, or a second"
@@ -266,12 +271,19 @@ _RULES: dict[str, Callable] = {
 }
 
 
+_NOTED = {LATE_UPDATE: "late update", SEVERAL_UPDATES: "several updates"}  # by the Recorder -> fault
+
+
 def fault_of(
     step: Retraced,  # the first that differs
     name: str,  # the first of QUANTITIES in which it does
     facts: StepFacts,  # what else is known
 ) -> tuple[str, dict]:  # a key of FAULTS, and what its words name
     "The fault that a difference speaks for."
+    events = group_of(facts.path.run, "events")
+    notes = () if events is None else events.event_text.values.tolist()
+    if fault := next((_NOTED[note] for note in notes if note in _NOTED), None):
+        return fault, {}
     return _RULES[name](step, step.step == facts.way.start.step, facts)
 
 # %% ../../nbs/api/replay/13_faults.ipynb #5129d010

@@ -89,7 +89,7 @@ def _of_updates(steps: Steps) -> RunFacts:
             facts |= _rate_excess(steps, facts["early_update"]) | _part_updates(
                 ratio, finite[:short], is_matrix
             )
-    return facts | _unexplained(steps)
+    return facts | _without_update(steps) | _unexplained(steps)
 
 
 def _without_gradient(grads: xr.DataArray) -> RunFacts:
@@ -103,6 +103,20 @@ def _without_gradient(grads: xr.DataArray) -> RunFacts:
     if grads.step.values[0] == 0:  # no step was taken yet: what has no gradient here began without one
         facts["zero_at_first"] = (float(each[0]), 0)
     return facts
+
+
+def _without_update(steps: Steps) -> RunFacts:
+    "In how many steps no weight moved, or no update was seen, where each had a gradient and a rate."
+    n = len(steps.step)
+    if n < limit("few_records") or len(steps.update) != n or not (steps.grad > 0).all():
+        return {}
+    if not np.nanmax(np.append(steps.lr, 0)) > 0:
+        return {}
+    # weights are compared from the step on after one in which no optimizer was seen to step; a step that was
+    # seen and had nothing to update leaves no norm
+    is_still = not np.nan_to_num(steps.update).any()
+    name = "unmoved" if np.isfinite(steps.update[1:]).all() else "unseen_updates"
+    return {name: (float(n), steps.step[0])} if is_still else {}
 
 
 def _rate_excess(steps: Steps, early: tuple[float, int | None]) -> RunFacts:
