@@ -17,8 +17,8 @@ from torch import nn
 from stabilitylab import Recorder
 from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
-from stabilitylab.probe.draft.loop_setup import known_arguments
-from stabilitylab.probe.draft.loop_source import relevant
+from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
+from stabilitylab.probe.draft.loop_source import Source, relevant
 from stabilitylab.probe.draft.loop_values import kept_values
 from stabilitylab.probe.draft.name_sources import resolved_lines
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
@@ -26,10 +26,11 @@ from stabilitylab.probe.draft.running_script import local_modules
 from stabilitylab.probe.draft.trainer_code import prepared
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
-from stabilitylab.replay.script import definitions
+from stabilitylab.replay.script import clip_scaled, definitions
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
-from stabilitylab.replay.user_code import function_at
+from stabilitylab.replay.user_code import function_at, theirs
+from stabilitylab.run.curves import CLIPPED_SCALED, TRAINED_BESIDE
 
 
 class Actor(nn.Module):
@@ -463,3 +464,64 @@ def test_an_object_that_cannot_be_written_whole_is_imported_from_the_file_that_m
     assert "from own_register import dataset" in draft.imports
     register.dataset.graph = None
     assert sources("dataset", register.dataset).startswith("stand_in(Data")
+
+
+def test_a_loss_that_reports_to_a_tracker_reports_nothing_in_a_replay(monkeypatch):
+    def refuse(*_args, **_named):
+        raise RuntimeError("You must call init() before log()")
+
+    tracker = SimpleNamespace(log=refuse)
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+
+    def loss(model, batch):
+        tracker.log({"loss": 1.0})
+        return model(batch).sum()
+
+    setup = theirs(Setup(lambda: nn.Linear(2, 1), loss, None))
+    assert setup.loss(nn.Linear(2, 1), torch.ones(1, 2)).requires_grad
+    assert tracker.log is refuse
+
+
+SCALED_LOOP = """
+scaler.scale(loss).backward()
+{unscale}
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("unscale", "enabled", "scale"),
+    [("pass", True, 2.0**16), ("scaler.unscale_(optimizer)", True, 1.0), ("pass", False, 1.0)],
+)
+def test_a_loop_that_clips_before_it_unscales_is_seen_and_clipped_the_same_way(unscale, enabled, scale):
+    model = nn.Linear(3, 1)
+    scope = {"torch": torch, "scaler": torch.amp.GradScaler("cpu", enabled=enabled), "model": model}
+    source = Source(ast.parse(SCALED_LOOP.format(unscale=unscale)).body, scope, 2)
+    assert scale_of_clipped(source, scope) == scale
+    text = clip_code(source, scope, model, lambda name, value: None)
+    assert text == ("1.0" if scale == 1 else "lambda model: clip_scaled(model, 1.0, 65536.0)")
+    model(torch.ones(1, 3)).sum().backward()
+    clip_scaled(model, 1.0, 2.0**16)
+    assert (
+        abs(float(model.weight.grad.norm().square() + model.bias.grad.norm().square()) * 2.0**32 - 1) < 1e-4
+    )
+
+
+def test_another_network_that_the_loop_trains_and_scaled_clipping_are_noted():
+    model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    scope = {
+        "critic": critic,
+        "teacher": nn.Linear(2, 1),
+        "second": torch.optim.SGD(critic.parameters(), 0.1),
+    }
+    scope |= {"torch": torch, "scaler": torch.amp.GradScaler("cpu"), "model": model}
+    source = Source(ast.parse(SCALED_LOOP.format(unscale="pass")).body, scope, 2)
+    notes = []
+    recorder = SimpleNamespace(guard=SimpleNamespace(note=lambda text, aloud=True: notes.append(text)))
+    span, kept = SimpleNamespace(source=source, scope=scope), {"c": "critic", "t": "teacher"}
+    loop_code._note_faults(span, recorder, model, kept)
+    assert notes[0].startswith(CLIPPED_SCALED) and notes[1:] == [f"{TRAINED_BESIDE}: critic"]
+    scope["second"].add_param_group({"params": list(model.parameters())})  # one loss of both
+    loop_code._note_faults(span, recorder, model, kept)
+    assert len(notes) == 3

@@ -13,6 +13,7 @@ import xarray as xr
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
 from stabilitylab.detect.context import run_context
+from stabilitylab.detect.facts.record_steps import _total
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
@@ -38,6 +39,7 @@ from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
 from stabilitylab.report.step import replay_text, step_text
+from stabilitylab.run.curves import TRAINED_BESIDE
 from stabilitylab.run.recording import opened
 from stabilitylab.trial import start
 from stabilitylab.trial.arm import Arm, run_arm
@@ -529,3 +531,44 @@ def test_the_columns_of_lost_updates_stand_below_each_other_whatever_the_names()
     text = step_text(PRECISION | {"updates": rows})
     lines = [line for line in text.splitlines() if "100.0%" in line]
     assert len({line.index("100.0%") for line in lines}) == 1 and len(lines) == 2
+
+
+def facts_of_a_run_away(**more):
+    "Of a loss that jumped at step 75 to four times chance, with gradients that had grown before."
+    facts = dict(
+        loss_jump=15.3, event_step=75.0, event_over_chance=4.01, forward_jump=0.99, back_at_once=0.77
+    )
+    facts |= dict(grad_jump=9.1, grad_before=3.25, update_before=2.05)
+    facts |= dict(low_before=0.165, end_over_low=5.5)
+    return {name: (value, 75) for name, value in (facts | more).items()}
+
+
+def test_a_jump_after_gradients_that_had_grown_is_no_bad_batch_and_one_beyond_chance_no_repeated_data():
+    causes = {cause.id for cause in ranked_causes(facts_of_a_run_away())}
+    assert not {"bad_labels", "repeated_data"} & causes
+    ordinary = facts_of_a_run_away(grad_before=1.2, event_over_chance=1.1)
+    assert {"bad_labels", "repeated_data"} <= {cause.id for cause in ranked_causes(ordinary)}
+
+
+def test_parameters_without_a_gradient_leave_the_norm_of_all_gradients_known():
+    table = xr.DataArray(np.array([[3.0, np.nan, 4.0], [np.nan, np.nan, 1.0], [np.nan] * 3]))
+    assert np.allclose(_total(table, np.array([True, True, True])), [5.0, 1.0, np.nan], equal_nan=True)
+    assert np.isnan(_total(table, np.array([False, False, False]))).all()
+
+
+@pytest.mark.parametrize(("note", "severity"), [("", "error"), (TRAINED_BESIDE, "info")])
+def test_the_rise_of_a_loss_that_runs_through_another_trained_network_is_a_note(note, severity):
+    value = np.r_[np.linspace(1.0, 0.8, 40), np.linspace(0.8, 2.2, 80)] + 0.02 * np.sin(np.arange(120) * 2.4)
+    run = run_of(loss=value)
+    run.attrs["optimizer"] = "Adam"
+    if note:
+        events = {"event_kind": ["note"], "event_step": [0], "event_text": [f"{note}: netD"]}
+        run["events"] = xr.DataTree(xr.Dataset({name: ("event", row) for name, row in events.items()}))
+    rises = [f for f in diagnose(run) if f.kind in ("divergence", "slow_rise", "level_shift")]
+    assert rises and {f.severity for f in rises} == {severity}
+
+
+def test_scaled_gradients_that_are_clipped_are_the_cause():
+    assert [c.id for c in ranked_causes({"clipped_scaled": (1.0, 0)}) if c.is_alone] == [
+        "scaled_gradients_clipped"
+    ]

@@ -80,13 +80,37 @@ def _within(directory: str | None) -> AbstractContextManager:
     "Within it relative paths begin at a folder; None: where they do."
     return nullcontext() if directory is None else chdir(directory)
 
+# %% ../../nbs/api/replay/10_user_code.ipynb #56404bf9
+# functions with which a program reports to a tracker
+_REPORTING = {
+    "wandb": ("log",),
+    "mlflow": ("log_metric", "log_metrics", "log_param", "log_params"),
+    "swanlab": ("log",),
+}
+
+
+@contextmanager
+def _without_trackers() -> Iterator[None]:
+    "Within it a program reports nothing to a tracker, which would refuse, or begin a run of its own."
+    modules = [(sys.modules[name], name) for name in _REPORTING if name in sys.modules]
+    saved = [
+        (m, word, getattr(m, word)) for m, name in modules for word in _REPORTING[name] if hasattr(m, word)
+    ]
+    for module, word, _ in saved:
+        setattr(module, word, lambda *_args, **_named: None)
+    try:
+        yield
+    finally:
+        for module, word, function in saved:
+            setattr(module, word, function)
+
 
 def _takes_loop_from_batch(trace: TracebackType | None) -> bool:
     "Whether the user's innermost line takes the values of the loop from the batch, as early drafts did."
     line = _place_of(trace)
     return 'batch["loop"]' in line or "batch['loop']" in line
 
-
+# %% ../../nbs/api/replay/10_user_code.ipynb #729ddd61
 class _Theirs:
     "A function of the user, run where the program ran; what it raises is marked as theirs."
 
@@ -96,7 +120,7 @@ class _Theirs:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         try:
-            with _within(self.directory):
+            with _within(self.directory), _without_trackers():
                 return self.function(*args, **named)
         # the first says itself what is wrong, the second is no fault of the code
         except (InputError, torch.OutOfMemoryError):

@@ -19,7 +19,7 @@ from .training_facts import training_facts
 from ..findings import Finding
 from ..limits import limit
 from ...names.errors import InputError
-from ...run.curves import group_of, kept_gradients
+from ...run.curves import CLIPPED_SCALED, group_of, kept_gradients
 from ...run.record import is_run
 from ...run.recording import opened
 
@@ -37,9 +37,9 @@ def _same_batch(table: pd.DataFrame) -> RunFacts:
 
 
 def _of_notes(run: xr.DataTree) -> RunFacts:
-    "What the Recorder noted of the training loop: that it does not clear gradients."
-    at = kept_gradients(run)
-    return {} if at is None else {"gradients_kept": (1.0, at)}
+    "What the Recorder noted of the training loop: that it does not clear gradients, or clips scaled ones."
+    notes = {"gradients_kept": kept_gradients(run), "clipped_scaled": kept_gradients(run, CLIPPED_SCALED)}
+    return {name: (1.0, at) for name, at in notes.items() if at is not None}
 
 # %% ../../../nbs/api/detect/facts/85_evidence.ipynb #a18d112b
 _REPEATS = ("batches_again", "same_batch")  # facts that accuse a loader

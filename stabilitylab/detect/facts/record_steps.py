@@ -31,8 +31,9 @@ class Steps:
         self.lr = self.scalar("lr")
         self.scale = self.scalar("loss_scale")
         self.skipped = self.scalar("skipped")
-        self.update = _total(self.table("updates", "update_norm"))
-        self.grad = _total(self.table("gradients", "grad_norm"))
+        self.is_finite = np.isfinite(self.scalar("grad_norm"))
+        self.update = _total(self.table("updates", "update_norm"), self.is_finite)
+        self.grad = _total(self.table("gradients", "grad_norm"), self.is_finite)
 
     def scalar(
         self,
@@ -58,12 +59,15 @@ class Steps:
         values = data[variable].isel(step=np.flatnonzero(is_last)).reindex(step=self.step)
         return values.transpose("step", label).astype(float)
 
-
-def _total(table: xr.DataArray | None) -> np.ndarray:
-    "The L2 norm over all parameters."
+# %% ../../../nbs/api/detect/facts/81_record_steps.ipynb #3a95c8a6
+def _total(table: xr.DataArray | None, is_finite: np.ndarray) -> np.ndarray:
+    "The L2 norm over all parameters, in finite steps over those that have a gradient."
     if table is None:
         return np.empty(0)
-    return np.sqrt(np.square(table.values).sum(axis=1))
+    squares = np.square(table.values)
+    # NaN stands for no gradient, too, which leaves the norm of all gradients finite
+    is_none = np.isnan(squares) & is_finite[:, None] & ~np.isnan(squares).all(axis=1, keepdims=True)
+    return np.sqrt(np.where(is_none, 0.0, squares).sum(axis=1))
 
 
 def output_count(

@@ -17,7 +17,7 @@ import xarray as xr
 
 from ..limits import count_limit, limit
 from ..policy import policy_series
-from ...run.curves import Curve, loss_curve, scalars_of
+from ...run.curves import TRAINED_BESIDE, Curve, kept_gradients, loss_curve, scalars_of
 from ...run.scalars import series_names
 
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #f56e0879
@@ -58,7 +58,7 @@ class Objective:
     "What kind of number the loss of a run is, as far as its log tells."
 
     # 'policy' or 'adversarial': its goal moves as the model learns; 'signed': it changes its sign again and
-    # again, near zero; '' for an ordinary loss
+    # again, near zero; 'shared': it runs through another network in training; '' for an ordinary loss
     moving: str
     is_average: bool  # its name says that each record is a mean over many
 
@@ -73,6 +73,8 @@ def objective_type(
     own = _words(scalars, loss.name)
     beside = [_words(scalars, other) for other in series_names(scalars) if other != loss.name]
     moving = "policy" if policy_series(run) else _moving(own, beside, loss)
+    if not moving and kept_gradients(run, TRAINED_BESIDE) is not None:
+        moving = "shared"
     return Objective(moving, bool(own & set(_WORDS["average"])))
 
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #7e73c649

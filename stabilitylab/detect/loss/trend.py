@@ -76,7 +76,7 @@ def find_not_learning(
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
     if fall.is_clear or not (shows_start or fall.is_near_guess):
         return _plateau(series, fall.shape.loss, fall.drop)
-    if objective_type(run).moving == "adversarial":
+    if objective_type(run).moving in ("adversarial", "shared"):
         return []  # it follows the other network: its height does not tell what was learned
     start, lowest = fall.start, float(fall.shape.loss.min())
     evidence: dict[str, Any] = {

@@ -20,14 +20,19 @@ from torch import nn
 
 from ...numerics.modes import dropout_shares
 from ...numerics.pytree import tensors_of
-from .loop_setup import clip_code, clips_nothing, known_arguments, model_code
+from stabilitylab.probe.draft.loop_setup import (
+    clip_code,
+    clips_nothing,
+    known_arguments,
+    model_code,
+    scale_of_clipped,
+)
 from .loop_source import relevant, root_name, settled, stored_names, value_at
 from .loop_span import LoopSpan, loop_span
 from .loop_values import LoopValues, tensor_to_keep
 from .model_parts import assembled_source
 from stabilitylab.probe.draft.name_sources import (
     Keeper,
-    ValueSource,
     batch_parts,
     is_same_model,
     resolved_lines,
@@ -35,6 +40,7 @@ from stabilitylab.probe.draft.name_sources import (
 from .python_source import Draft, cast_source, model_source, seen_words
 from .running_script import assigned_names, local_modules, main_module
 from .trainer_code import dropout_off, forward_patches, mixed_dtype, prepared
+from ...run.curves import CLIPPED_SCALED, TRAINED_BESIDE
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
 class _Localize(ast.NodeTransformer):
@@ -159,7 +165,7 @@ def loop_code(
     frame: types.FrameType,  # of the function that calls `recorder.batch`
     recorder: Any,  # the Recorder
     model: torch.nn.Module,  # without what spreads it
-    value_source: ValueSource,  # (name, its value) -> an expression
+    value_source: Any,  # (name, its value) -> an expression
 ) -> LoopCode | None:  # None where the loop's lines do not lead from a batch to a backward pass
     "What a loop does with a batch: its loss and its clipping."
     span = loop_span(frame, recorder)
@@ -187,7 +193,29 @@ def loop_code(
     expressions = keeper.values.expressions
     lines[:0] = getattr(value_source, "makers", [])
     clip = clip_code(span.source, span.scope, model, value_source)
+    if clip is not None and "clip_scaled" in clip:
+        value_source.draft.imports.add("from stabilitylab.replay.script import clip_scaled")
+    _note_faults(span, recorder, model, expressions)
     return LoopCode(lines, clip, clips_nothing(span.source), missing, expressions)
+
+# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #5fc9b422
+def _note_faults(span: LoopSpan, recorder: Any, model: torch.nn.Module, expressions: dict[str, str]) -> None:
+    "Note what the lines of a loop show: clipping of scaled gradients, another network that is trained."
+    scale = scale_of_clipped(span.source, span.scope)
+    if scale != 1:
+        text = f"{CLIPPED_SCALED} of {scale:g}: call `scaler.unscale_(optimizer)` before the clipping"
+        recorder.guard.note(text)
+    optimizers = [value for value in span.scope.values() if isinstance(value, torch.optim.Optimizer)]
+    own, trained = {id(p) for p in model.parameters()}, set()
+    for optimizer in optimizers:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # one optimizer of both networks lowers one loss
+        trained |= ids if own.isdisjoint(ids) else set()
+    for text in expressions.values():
+        value = value_at(ast.parse(text, mode="eval").body, span.scope)
+        is_trained = isinstance(value, nn.Module) and any(id(p) in trained for p in value.parameters())
+        if is_trained:
+            recorder.guard.note(f"{TRAINED_BESIDE}: {text}", aloud=False)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #a1859e75
 _OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")

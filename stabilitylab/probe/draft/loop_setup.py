@@ -93,6 +93,22 @@ def clips_nothing(
         return False
     return min(zeroes) < min(clips) and max(clips) < min(backwards)
 
+
+def scale_of_clipped(
+    source: Source,  # of the function that takes the optimizer's step
+    scope: dict[str, Any],  # name -> value
+) -> float:  # 1 where the loop has no loss scaler, or calls `unscale_` before it clips
+    "The loss scale that gradients still have when the loop clips them."
+    calls = [n for statement in source.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    scaled = [n for n in calls if _called_name(n) == "scale" and isinstance(n.func, ast.Attribute)]
+    owners: list[Any] = [value_at(call.func.value, scope) for call in scaled]  # type: ignore[attr-defined]
+    scaler = next((owner for owner in owners if isinstance(owner, torch.amp.GradScaler)), None)
+    clip = _clip_call(source.body)
+    if scaler is None or clip is None or not scaler.is_enabled():
+        return 1.0
+    is_unscaled = any(_called_name(n) == "unscale_" and n.lineno < clip.lineno for n in calls)
+    return 1.0 if is_unscaled else float(scaler.get_scale())
+
 # %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #b83c5425
 def clip_code(
     source: Source,  # of the function that takes the optimizer's step
@@ -108,6 +124,9 @@ def clip_code(
     limit = _limit(call, words, scope)
     if limit is None:
         return None
+    scale = scale_of_clipped(source, scope)
+    if scale != 1 and _called_name(call) == "clip_grad_norm_":
+        return f"lambda model: clip_scaled(model, {limit!r}, {scale!r})"
     if _called_name(call) == "clip_grad_value_" or "clip_val" in words:
         return f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit!r})"
     is_plain = "norm_type" not in words and len(call.args) < 3 and _is_whole(call, scope, model)
