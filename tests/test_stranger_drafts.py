@@ -19,7 +19,7 @@ from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
 from stabilitylab.probe.draft.loop_source import Source, relevant
-from stabilitylab.probe.draft.loop_values import kept_values
+from stabilitylab.probe.draft.loop_values import kept_values, restored
 from stabilitylab.probe.draft.name_sources import resolved_lines
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
@@ -525,3 +525,28 @@ def test_another_network_that_the_loop_trains_and_scaled_clipping_are_noted():
     scope["second"].add_param_group({"params": list(model.parameters())})  # one loss of both
     loop_code._note_faults(span, recorder, model, kept)
     assert len(notes) == 3
+
+
+def test_a_network_that_steps_between_the_batch_and_the_backward_pass_is_named(tmp_path):
+    torch.manual_seed(0)
+    setup = Setup(
+        lambda: nn.Linear(2, 3),
+        lambda model, x, loop: -restored(lambda: nn.Linear(3, 1), loop["judge"])(model(x)).mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    model, judge = setup.model(), nn.Linear(3, 1)
+    optimizer, beside = setup.optimizer(model), torch.optim.SGD(judge.parameters(), lr=0.5)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=4) as recorder:
+        for _ in range(6):
+            x = recorder.batch(torch.randn(8, 2))
+            judged = judge(model(x).detach()).mean()
+            beside.zero_grad()
+            judged.backward()
+            beside.step()
+            loss = -judge(model(x)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    check = check_setup(tmp_path / "run", 5, setup, retrace(tmp_path / "run", 5, setup))
+    assert not check.is_step and "runs through judge, which the loop trains too" in check.words

@@ -238,6 +238,8 @@ def test_a_loss_in_evaluation_mode_says_what_the_step_had_where_that_is_another_
     assert "exact 1.42 (evaluation mode; the step had 41.5);" in precision_of(loss=41.5)
     of_two = precision_of(loss=2.85, micro_batches=2)
     assert "(first of 2 micro-batches, evaluation mode; the step had 2.85)" in of_two
+    of_sum = precision_of(loss=2.85, micro_batches=2, is_sum=True)
+    assert "; the step had 2.85, the sum over all of them)" in of_sum
 
 
 def test_an_epsilon_that_is_zero_in_fp16_is_told():
@@ -273,11 +275,11 @@ def weights_gone(dtype, eps, gradient=0.5, steps=1):
 
 def test_weights_that_a_step_broke_are_no_loss_that_became_nan():
     words, cause = weights_gone("float16", 1e-8)
-    assert "epsilon of 1e-08 is 0 in fp16" in words and "later steps" not in words
+    assert "epsilon of 1e-08 is 0 in fp16" in words and "later step" not in words
     assert cause.startswith("Adam's epsilon is 0 in fp16")
     for dtype, eps in (("float16", 1e-4), ("float32", 1e-8), ("float32", None)):
         words, cause = weights_gone(dtype, eps, steps=3)
-        assert "the step of the optimizer made it" in words and "none of the later steps" in words
+        assert "the step of the optimizer made it" in words and "every later step had some" in words
         assert cause.startswith("The optimizer's step made weights")
     assert "gradient was finite" not in weights_gone("float16", 1e-8, gradient=np.nan)[0]
 
@@ -572,3 +574,12 @@ def test_scaled_gradients_that_are_clipped_are_the_cause():
     assert [c.id for c in ranked_causes({"clipped_scaled": (1.0, 0)}) if c.is_alone] == [
         "scaled_gradients_clipped"
     ]
+
+
+def test_a_loop_that_makes_its_inputs_float32_is_measured_with_weights_in_16_bits():
+    setup = Setup(lambda: torch.nn.Linear(3, 1), lambda model, x: model(x.float()).square().mean())
+    torch.manual_seed(0)
+    model = setup.model()
+    state = Snapshot(setup, model.state_dict())
+    casts, left_out = _casts(state, model, torch.randn(4, 3), "bf16")
+    assert not left_out and casts["with weights in bf16"].fmt == "bf16"

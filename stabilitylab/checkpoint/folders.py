@@ -40,7 +40,7 @@ def inside(
         raise InputError(f"`{folder}`: its index names {printable(name)!r}, which is missing")
     return path
 
-# %% ../../nbs/api/checkpoint/04_folders.ipynb #17b8f284
+
 def _homes(folder: Path) -> list[Path]:
     "Folders in which the files of a checkpoint may lie."
     here = folder.absolute()
@@ -49,7 +49,7 @@ def _homes(folder: Path) -> list[Path]:
     cache = [(here.parent.parent / "blobs").resolve()] if is_snapshot else []
     return [folder.resolve(), *cache]
 
-
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #17b8f284
 def read_shards(
     folder: Path,  # folder that contains the shards
     index: Path,  # the index file

@@ -34,7 +34,7 @@ from stabilitylab.replay.step_facts import (
     unread_keys,
     untied_params,
 )
-from ..run.curves import group_of, kept_gradients
+from ..run.curves import TRAINED_BESIDE, event_texts, kept_gradients
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
@@ -71,6 +71,9 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     "batch key": "`setup.loss` does not read {names} of the batch",
     "model": "the first loss is another one although the weights are those of the record: does `setup.model`"
     " have the run's arguments (heads, dropout, epsilon, number format), and `setup.loss` the run's loss?",
+    "beside": "the first loss is another one although the weights are those of the record. The loss runs"
+    " through {names}, which the loop trains too and which the record has as it was at `recorder.batch`:"
+    " where the loop steps it between that call and its backward pass, do so in `setup.loss` as well",
     "memory": "the first loss is another one although the weights are those of the record: a second call of"
     " `setup.loss` on the same weights, batch and random numbers gives another loss, as it changes {names},"
     " which no snapshot keeps",
@@ -168,7 +171,13 @@ def _loss_fault(step: Retraced, is_first: bool, facts: StepFacts) -> tuple[str, 
     if names := carried_state(facts):
         return "memory", {"names": names}
     unread = unread_keys(facts)
-    return ("batch key", {"names": some_of(unread)}) if unread else ("model", {})
+    return ("batch key", {"names": some_of(unread)}) if unread else _fault_of_model(facts)
+
+
+def _fault_of_model(facts: StepFacts) -> tuple[str, dict]:
+    "The loss is another one on the same weights, and nothing tells why."
+    beside = [text.partition(": ")[2] for _, text in event_texts(facts.path.run) if TRAINED_BESIDE in text]
+    return ("beside", {"names": some_of(beside)}) if beside else ("model", {})
 
 
 def _later_loss_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
@@ -280,9 +289,7 @@ def fault_of(
     facts: StepFacts,  # what else is known
 ) -> tuple[str, dict]:  # a key of FAULTS, and what its words name
     "The fault that a difference speaks for."
-    events = group_of(facts.path.run, "events")
-    notes = () if events is None else events.event_text.values.tolist()
-    if fault := next((_NOTED[note] for note in notes if note in _NOTED), None):
+    if fault := next((_NOTED[note] for _, note in event_texts(facts.path.run) if note in _NOTED), None):
         return fault, {}
     return _RULES[name](step, step.step == facts.way.start.step, facts)
 

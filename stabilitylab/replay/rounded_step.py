@@ -7,8 +7,11 @@ __all__ = ['StepPrecision', 'step_precision']
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #eb8f7395
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -62,6 +65,7 @@ class StepPrecision:
     warning: str = ""  # why the measured step is not the recorded one; '' where it is
     loss: float = float("nan")  # of the whole step as it was trained, nats
     rate_share: float = 1.0  # learning rate of the step over the highest in the record; 1 where unknown
+    is_sum: bool = False  # whether that loss is the sum of those of several micro-batches
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
         "The results as plain data, with tables as lists of rows."
@@ -78,14 +82,30 @@ class StepPrecision:
             "warning": self.warning,
             "loss": self.loss,
             "rate_share": self.rate_share,
+            "is_sum": self.is_sum,
         }
 
-# %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #8ece6d4c
 def _in_format(part: object, dtype: torch.dtype) -> object:
     "A micro-batch whose floating values have the type of the weights."
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, part)
 
 
+@contextmanager
+def _inputs_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    "Within it a model is given its floating inputs in a format, whatever the loop made of them."
+
+    def cast(_module: torch.nn.Module, args: tuple, named: dict) -> tuple[Any, Any]:  # before the forward
+        "The arguments in the format."
+        return _in_format(args, dtype), _in_format(named, dtype)
+
+    handle = model.register_forward_pre_hook(cast, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #454d539e
 def _casts(
     snapshot: Snapshot,  # the state before the step
     model: torch.nn.Module,  # built from it, as the run was
@@ -107,10 +127,16 @@ def _casts(
     narrow = snapshot.build(dtype=dtype)[0].eval()
     try:
         casts[words[1]] = find_loss_cast(narrow, _in_format(part, dtype), loss)
+        return casts, {}
     # a loss that makes float32 tensors or arrays of NumPy itself, a kernel without the format
     except (RuntimeError, TypeError) as error:
-        return casts, {words[1]: f"it cannot run so: {str(error).splitlines()[0][:200]}"}
-    return casts, {}
+        why = f"it cannot run so: {str(error).splitlines()[0][:200]}"
+    with _inputs_in(narrow, dtype):
+        try:
+            casts[words[1]] = find_loss_cast(narrow, part, loss)
+            return casts, {}
+        except (RuntimeError, TypeError):
+            return casts, {words[1]: why}
 
 
 def _exact_update(
@@ -250,4 +276,5 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
         warning=warning,
         loss=after.loss,
         rate_share=_rate_share(opened(run), way.steps[-1].recorded.get("lr")),
+        is_sum=len(batch.parts) > 1 and setup.adds_up(batch.parts),
     )
