@@ -747,3 +747,13 @@ def test_several_updates_in_one_step_of_the_record_are_named(tmp_path):
                 recorder.step(loss)
     check = check_setup(tmp_path / "run", 4, replace(SETUP, clip=None, schedule=None))
     assert check.fault == "several updates" and "after each `optimizer.step`" in check.words
+
+
+def test_a_small_difference_on_the_same_machine_is_not_blamed_on_another(path):
+    def loss(model, part):
+        value = mean_loss(model, part)
+        return value + 2e-5 * (value - value.detach())  # the same loss, and another gradient
+
+    check = check_setup(path, 3, replace(SETUP, loss=loss))
+    assert check.fault == "rounding" and check.is_step and not check.is_exact
+    assert "another processor" not in check.words and "2e-05 of their size" in check.words

@@ -42,9 +42,9 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     "unrecorded": "the replay cannot be checked: step {step} has no recorded loss and no gradient above 0",
     "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
     " the one that was optimized{of}",
-    "rounding": "another processor or library ({changed}) sums in another order; everything else agrees",
+    "rounding": "{sums}; everything else agrees",
     "noise": "the same step differs from itself here by as much: some kernel adds in an order that changes",
-    "drift": "the sums of another processor or library ({changed}) were magnified over {count} steps; replay"
+    "drift": "{sums}, which was magnified over {count} steps; replay"
     " a step nearer to the snapshot at {start}",
     "second time": "taken a second time the step gives the recorded loss: the first call of `setup.loss`"
     " draws random numbers, or leaves something that later calls use",

@@ -213,7 +213,12 @@ def _may_be_rounding(facts: StepFacts, step: Retraced, name: str) -> bool:
 
 def _rounded(facts: StepFacts) -> tuple[str, dict]:
     "The words of differences that rounding makes: small still, or magnified."
-    changed = {"changed": ", ".join(facts.changed) or "not told by the record"}
+    changed = {"changed": ", ".join(facts.changed)}
+    if facts.changed:
+        changed["sums"] = f"another processor or library ({changed['changed']}) sums in another order"
+    else:
+        apart = max(map(_apart, facts.way.steps))
+        changed["sums"] = f"the numbers are {apart:.1g} of their size away, as sums in another order are"
     if _apart(facts.way.steps[-1]) <= DRIFT:
         return "rounding", changed
     return "drift", changed | {"count": len(facts.way.steps)}

@@ -104,7 +104,7 @@ def _without_gradient(grads: xr.DataArray) -> RunFacts:
         facts["zero_at_first"] = (float(each[0]), 0)
     return facts
 
-
+# %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #20116d0f
 def _without_update(steps: Steps) -> RunFacts:
     "In how many steps no weight moved, or no update was seen, where each had a gradient and a rate."
     n = len(steps.step)
