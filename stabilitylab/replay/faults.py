@@ -101,10 +101,10 @@ _STEP_FAULTS = {  # what a gradient or an update tells that is another one
     "schedule off": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}, that of the step"
     " {which}: `setup.schedule` is one step off",
     "other schedule": "the learning rate was {recorded:.6g}, `setup.schedule` gives {replayed:.6g}",
-    "late update": "in the run `recorder.step` came before `optimizer.step`, so that each step is recorded with"
-    " the update of the one before it: call `recorder.step` after `optimizer.step`",
-    "several updates": "in the run an optimizer took more than one step in one step of the record, and a replay"
-    " takes one: call `recorder.step` after each `optimizer.step`",
+    "late update": "in the run `recorder.step` came before `optimizer.step`, so that each step is recorded"
+    " with the update of the one before it: call `recorder.step` after `optimizer.step`",
+    "several updates": "in the run an optimizer took more than one step in one step of the record, and a"
+    " replay takes one: call `recorder.step` after each `optimizer.step`",
     "skipped": "the run skipped this step, as a loss scaler does after an overflow; the replay took it",
     "optimizer": "the record was made with {recorded}, `setup.optimizer` makes {replayed}",
     "groups": "{names} moved in the run and stay here: `setup.optimizer` leaves them out, or a second"
