@@ -120,6 +120,12 @@ def _container_text(value: Any, sources: list[str], keys: list[str]) -> str:
         return f"[{text}]"
     return f"({text},)" if len(sources) == 1 else f"({text})"
 
+
+def _has_diffusers_config(value: Any) -> bool:
+    "Whether an object is one of diffusers that its configuration makes, such as a noise schedule."
+    is_there = all(hasattr(type(value), name) for name in ("from_config", "config_name", "config"))
+    return is_there and not isinstance(value, (type, nn.Module))
+
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #3be5e30c
 class Draft(_Imports):
     "The parts of the file, and the imports that they need."
@@ -199,12 +205,6 @@ class Draft(_Imports):
         return None if name is None or text is None else f"{name}(**{text})"
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa01
-def _has_diffusers_config(value: Any) -> bool:
-    "Whether an object is one of diffusers that its configuration makes, such as a noise schedule."
-    is_there = all(hasattr(type(value), name) for name in ("from_config", "config_name", "config"))
-    return is_there and not isinstance(value, (type, nn.Module))
-
-
 def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
     "A module that another one was given: the recorded model by its name, any other by its call."
     if is_same_model(part, draft.model):
