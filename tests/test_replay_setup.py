@@ -19,7 +19,7 @@ from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.replay import faults
+from stabilitylab.replay import faults, setup_file
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import QUANTITIES, Retraced, retrace
 from stabilitylab.replay.setup_check import _rounded, check_setup
@@ -656,6 +656,10 @@ def write_draft(run, clip):
     return run / "replay_setup.py"
 
 
+def refuse(*_):
+    raise OSError(30, "read-only")
+
+
 @pytest.mark.parametrize("limit, drafted", [(0.05, "None"), (None, "0.01")])
 def test_a_draft_that_clips_otherwise_is_mended_by_the_replay(tmp_path, limit, drafted):
     run = record(tmp_path / "run", setup=replace(SETUP, clip=limit))
@@ -665,6 +669,10 @@ def test_a_draft_that_clips_otherwise_is_mended_by_the_replay(tmp_path, limit, d
     assert checked(run, 3, f"{beside}:setup").check.fault in ("clipping", "no clipping")
     assert beside.read_text() == before
     beside.rename(draft)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup_file, "write_atomic", refuse)
+        assert "could not be written there (read-only)" in checked(run, 3).check.words
+    assert draft.read_text() == before
     check = checked(run, 3).check
     assert check.is_exact and f"with {limit}, which stands there now" in check.words
     assert f"        clip={limit},  #" in draft.read_text()

@@ -227,11 +227,13 @@ def _with_found_clip(
     again = check_setup(recording, check.step, setup, way)
     if not again.is_step:
         return None
-    write_atomic(draft, source)
+    try:
+        write_atomic(draft, source)
+        stands = "stands there now"
+    except OSError as error:  # the replay is right all the same
+        stands = f"could not be written there ({error.strerror})"
     was = check.evidence["given"]
-    words = (
-        f"`clip` of {FILE} was {was}; with {code}, which stands there now, the updates are the recorded ones"
-    )
+    words = f"`clip` of {FILE} was {was}; with {code}, which {stands}, the updates are the recorded ones"
     return way, replace(again, mended=words)
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #245a9e49
