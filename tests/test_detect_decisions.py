@@ -183,6 +183,13 @@ def test_a_slow_stretch_needs_records_before_it_and_in_it(n, told):
     assert len(find_throughput_drop(run_of(loss=noisy(3, n), step_time=times))) == told
 
 
+@pytest.mark.parametrize(("usual", "severity"), [(0.5, "warning"), (0.003, "info")])
+def test_a_step_of_milliseconds_that_became_slow_is_a_note(usual, severity):
+    times = usual * np.where(np.arange(400) < 200, 1, 3) * np.exp(noisy(0, 400))
+    (finding,) = find_throughput_drop(run_of(loss=noisy(3, 400), step_time=times))
+    assert finding.severity == severity
+
+
 @pytest.mark.parametrize("name", ["step_time", "throughput"])
 def test_a_slow_stretch_is_told_in_the_unit_that_was_logged(name):
     times = np.where(np.arange(400) < 200, 0.5, 1.5) * np.exp(noisy(0, 400))

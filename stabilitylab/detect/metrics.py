@@ -155,6 +155,7 @@ def _normal_again(ahead: np.ndarray, first: int, level: float) -> int:
     return len(ahead)
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #95549327
+_JITTER = 0.02  # seconds: shorter steps vary with whatever else the machine does; our convention
 _CHUNK = 4096  # records that are looked at at once: a stretch may last for a million
 
 
@@ -198,7 +199,8 @@ def find_throughput_drop(
         evidence: dict[str, Any] = as_logged(times, usual=normal, slow=slowest) | {"factor": slowest / normal}
         if last == len(times.value) - 1:
             evidence["to_the_end"] = True
-        severity = "warning" if slowest > limit("twofold") * normal else "info"
+        is_much = slowest > limit("twofold") * normal and (slowest > _JITTER or times.name == "throughput")
+        severity = "warning" if is_much else "info"
         end = times.step[last]
         if first - last_index <= count_limit("long_records"):
             findings[-1] = findings[-1].with_(end=end)
