@@ -691,18 +691,21 @@ def test_a_draft_with_another_fault_beside_its_clipping_is_left_as_it_is(tmp_pat
     assert not checked(run, 3).check.is_step and draft.read_text() == before
 
 
-def loop(path, order, first_batch=0, **options):
+def loop(path, order, first_batch=0, record_every=1):
     "A loop that calls what `order` names, step by step; batches are handed over from `first_batch` on."
     torch.manual_seed(0)
     model = Net()
     optimizer = adam(model)
-    with Recorder(model, optimizer, path, snapshot_every=2, merge=False, **options) as recorder:
+    with Recorder(model, optimizer, path, snapshot_every=2, merge=False) as recorder:
         for step in range(8):
             part = part_of(step)
             loss = mean_loss(model, recorder.batch(part) if step >= first_batch else part)
             calls = {"backward": loss.backward, "update": optimizer.step, "clear": optimizer.zero_grad}
             for name in order:
-                (calls | {"record": lambda loss=loss: recorder.step(loss)})[name]()
+                if name != "record":
+                    calls[name]()
+                elif step % record_every == record_every - 1:
+                    recorder.step(loss)
     return path
 
 
@@ -744,18 +747,8 @@ def test_weights_that_never_move_are_the_cause(tmp_path, order, name, is_cause):
 
 
 def test_several_updates_in_one_step_of_the_record_are_named(tmp_path):
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = adam(model)
-    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2, merge=False) as recorder:
-        for step in range(12):
-            loss = mean_loss(model, recorder.batch(part_of(step)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step % 2:
-                recorder.step(loss)
-    check = check_setup(tmp_path / "run", 4, replace(SETUP, clip=None, schedule=None))
+    run = loop(tmp_path / "run", ["backward", "update", "clear", "record"], record_every=2)
+    check = check_setup(run, 2, replace(SETUP, clip=None, schedule=None))
     assert check.fault == "several updates" and "after each `optimizer.step`" in check.words
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .draft.loop_setup import value_clip_code
 from .recorder import Recorder
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
@@ -62,7 +63,7 @@ def _clip_of(trainer: Any, default: Any) -> Any:
     if trainer.gradient_clip_val:
         limit = float(trainer.gradient_clip_val)
         if "value" in str(trainer.gradient_clip_algorithm or "norm"):
-            return f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit})"
+            return value_clip_code(limit)
         return limit
     return default if _clips_by_itself(trainer.lightning_module) else "None"
 

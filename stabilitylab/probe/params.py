@@ -21,16 +21,15 @@ from .kinds import param_kinds
 from .slots import local, readable, version_of
 from .stats import add_sums, empty_row, whole_rows
 from .updates import StepUpdates, follows_from_state
+from ..run.curves import LATE_UPDATE, SEVERAL_UPDATES
 
 # %% ../../nbs/api/probe/12_params.ipynb #f3868cc8
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # that add nothing to the step of the one inside
-LATE_UPDATE = (
-    "`recorder.step` came before `optimizer.step`, so that each step is recorded with the update of the one"
-    " before it: call `recorder.step` after `optimizer.step`"
+_LATE = (
+    f"{LATE_UPDATE}, so that each step is recorded with the update of the one before it: call `recorder.step`"
+    " after `optimizer.step`"
 )
-SEVERAL_UPDATES = (
-    "an optimizer took more than one step in one step of the record: call `recorder.step` after each of them"
-)
+_SEVERAL = f"{SEVERAL_UPDATES}: call `recorder.step` after each of them"
 _GRADIENTS, UPDATES, STEPS = "gradients", "updates", "optimizer steps"  # kinds that may be switched off
 
 # %% ../../nbs/api/probe/12_params.ipynb #fcadb7c2
@@ -304,9 +303,9 @@ class ParamProbe:
         if self.depth[k] > 1:  # a subclass that calls the step of its base
             return
         if self.is_silent and not self.gradients.rows:
-            self.guard.note(LATE_UPDATE)
+            self.guard.note(_LATE)
         if k in self.stepped:  # as a critic may, which takes several steps for each of the generator
-            self.guard.note(SEVERAL_UPDATES, aloud=False)
+            self.guard.note(_SEVERAL, aloud=False)
         if self.before_step is not None:
             self.guard.attempt("the loss scale", None, self.before_step)
         self.gradients.use(optimizer)
@@ -371,9 +370,8 @@ class ParamProbe:
         if self.loose:
             self.guard.attempt(UPDATES, None, self._take_loose)
         self.is_silent = bool(self.gradients.rows) and not self.stepped
-        if (
-            self.is_silent and not self.loose and self.optimizers
-        ):  # no hook ran, or the step was skipped: look at the weights too
+        # no hook ran, or the step was skipped: look at the weights too
+        if self.is_silent and not self.loose and self.optimizers:
             self.loose = list(range(len(self.optimizers)))
         got = whole_rows(self.gradients.take()), whole_rows(self.updates.take()), self.stepped
         self.stepped, self.depth = set(), {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..probe.params import LATE_UPDATE, SEVERAL_UPDATES
+from ..probe.draft.loop_setup import value_clip_code
 from ..probe.settings import as_list
 from .explanations import explanation, named_tensors
 from stabilitylab.replay.retrace import (
@@ -34,7 +34,14 @@ from stabilitylab.replay.step_facts import (
     unread_keys,
     untied_params,
 )
-from ..run.curves import TRAINED_BESIDE, event_texts, kept_gradients
+from stabilitylab.run.curves import (
+    LATE_UPDATE,
+    NOT_CLEARED,
+    SEVERAL_UPDATES,
+    TRAINED_BESIDE,
+    event_texts,
+    noted_at,
+)
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
@@ -206,7 +213,7 @@ def _is_uniform(step: Retraced, name: str, facts: StepFacts) -> bool:
 def _grad_norm_fault(step: Retraced, is_first: bool, facts: StepFacts) -> tuple[str, dict]:
     "The gradient differs; the loss agrees, or was not recorded."
     count = len(facts.first.parts)
-    if kept_gradients(facts.path.run) is not None:
+    if noted_at(facts.path.run, NOT_CLEARED) is not None:
         return "not cleared", {}
     if _is_multiple(step, "grad_norm", count):
         return "accumulation", {"count": count}
@@ -289,8 +296,9 @@ def fault_of(
     facts: StepFacts,  # what else is known
 ) -> tuple[str, dict]:  # a key of FAULTS, and what its words name
     "The fault that a difference speaks for."
-    if fault := next((_NOTED[note] for _, note in event_texts(facts.path.run) if note in _NOTED), None):
-        return fault, {}
+    for note, fault in _NOTED.items():
+        if noted_at(facts.path.run, note) is not None:
+            return fault, {}
     return _RULES[name](step, step.step == facts.way.start.step, facts)
 
 # %% ../../nbs/api/replay/13_faults.ipynb #5129d010
@@ -311,8 +319,7 @@ def clipping(
     "A clipping that was found, for a setup."
     if isinstance(clip, str):
         value = float(clip.split()[0])
-        code = f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {value})"
-        return _by_value(value), code
+        return _by_value(value), value_clip_code(value)
     return clip, repr(clip)
 
 

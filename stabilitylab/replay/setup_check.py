@@ -30,7 +30,7 @@ from stabilitylab.replay.retrace import (
     retrace,
     rounding_reach,
 )
-from .snapshot import Walk, load_batch
+from .snapshot import Walk
 from .state import OfPart, Setup, Snapshot
 from .step import noise_floor, replay
 from .step_facts import StepFacts, facts_of
@@ -145,8 +145,7 @@ def _micro_batch(facts: StepFacts) -> str:
     "The micro-batch whose loss alone was handed over, in words; '' if it is that of none."
     losses: list[float] = []
     setup, way = facts.setup, facts.way
-    step = load_batch(facts.path, way.start.step, setup)
-    if len(step.parts) < 2:
+    if len(facts.first.parts) < 2:
         return ""
 
     def loss(

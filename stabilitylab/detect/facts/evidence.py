@@ -19,7 +19,7 @@ from .training_facts import training_facts
 from ..findings import Finding
 from ..limits import limit
 from ...names.errors import InputError
-from ...run.curves import CLIPPED_SCALED, group_of, kept_gradients
+from ...run.curves import CLIPPED_SCALED, NOT_CLEARED, group_of, noted_at
 from ...run.record import is_run
 from ...run.recording import opened
 
@@ -38,7 +38,7 @@ def _same_batch(table: pd.DataFrame) -> RunFacts:
 
 def _of_notes(run: xr.DataTree) -> RunFacts:
     "What the Recorder noted of the training loop: that it does not clear gradients, or clips scaled ones."
-    notes = {"gradients_kept": kept_gradients(run), "clipped_scaled": kept_gradients(run, CLIPPED_SCALED)}
+    notes = {"gradients_kept": noted_at(run, NOT_CLEARED), "clipped_scaled": noted_at(run, CLIPPED_SCALED)}
     return {name: (1.0, at) for name, at in notes.items() if at is not None}
 
 # %% ../../../nbs/api/detect/facts/85_evidence.ipynb #a18d112b

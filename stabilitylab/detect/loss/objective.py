@@ -17,7 +17,7 @@ import xarray as xr
 
 from ..limits import count_limit, limit
 from ..policy import policy_series
-from ...run.curves import TRAINED_BESIDE, Curve, kept_gradients, loss_curve, scalars_of
+from ...run.curves import TRAINED_BESIDE, Curve, loss_curve, noted_at, scalars_of
 from ...run.scalars import series_names
 
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #f56e0879
@@ -73,7 +73,7 @@ def objective_type(
     own = _words(scalars, loss.name)
     beside = [_words(scalars, other) for other in series_names(scalars) if other != loss.name]
     moving = "policy" if policy_series(run) else _moving(own, beside, loss)
-    if not moving and kept_gradients(run, TRAINED_BESIDE) is not None:
+    if not moving and noted_at(run, TRAINED_BESIDE) is not None:
         moving = "shared"
     return Objective(moving, bool(own & set(_WORDS["average"])))
 

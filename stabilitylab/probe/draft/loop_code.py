@@ -165,7 +165,7 @@ def loop_code(
     frame: types.FrameType,  # of the function that calls `recorder.batch`
     recorder: Any,  # the Recorder
     model: torch.nn.Module,  # without what spreads it
-    value_source: Any,  # (name, its value) -> an expression
+    value_source: "ValueSources",  # (name, its value) -> an expression
 ) -> LoopCode | None:  # None where the loop's lines do not lead from a batch to a backward pass
     "What a loop does with a batch: its loss and its clipping."
     span = loop_span(frame, recorder)

@@ -94,6 +94,13 @@ def clips_nothing(
     return min(zeroes) < min(clips) and max(clips) < min(backwards)
 
 
+def value_clip_code(
+    limit: float,  # largest entry of a gradient
+) -> str:  # for `Setup.clip`
+    "The source of a function that clips every entry of a gradient."
+    return f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit!r})"
+
+
 def scale_of_clipped(
     source: Source,  # of the function that takes the optimizer's step
     scope: dict[str, Any],  # name -> value
@@ -128,7 +135,7 @@ def clip_code(
     if scale != 1 and _called_name(call) == "clip_grad_norm_":
         return f"lambda model: clip_scaled(model, {limit!r}, {scale!r})"
     if _called_name(call) == "clip_grad_value_" or "clip_val" in words:
-        return f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit!r})"
+        return value_clip_code(limit)
     is_plain = "norm_type" not in words and len(call.args) < 3 and _is_whole(call, scope, model)
     if is_plain:
         return repr(limit)

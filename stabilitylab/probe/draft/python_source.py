@@ -16,6 +16,7 @@ import pprint
 import sys
 import sysconfig
 import types
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,8 @@ class Draft(_Imports):
         if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.dtype):
             is_number = not isinstance(value, float) or math.isfinite(value)
             return repr(value) if is_number else f"float('{value}')"
-        if hasattr(value, "to_diff_dict") or _has_diffusers_config(value):
-            is_config = hasattr(value, "to_diff_dict")
-            return self._transformers_config(value) if is_config else self._diffusers_object(value)
+        if writer := self._config_writer(value):
+            return writer(value)
         if is_dataclass(value) and not isinstance(value, type):
             arguments = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
             return self.construct(type(value), arguments)
@@ -150,6 +150,12 @@ class Draft(_Imports):
         if kind == "namespace":
             return self.construct(type(value), vars(value))
         return self._container(value) if kind == "plain" else _tensor_source(value)
+
+    def _config_writer(self, value: Any) -> Callable[[Any], str | None] | None:
+        "What writes an object of Hugging Face's libraries by its configuration; None for other objects."
+        if hasattr(value, "to_diff_dict"):
+            return self._transformers_config
+        return self._diffusers_object if _has_diffusers_config(value) else None
 
     def _keywords(self, arguments: dict) -> list[str] | None:
         "The arguments of a call, `name=source` each; None where one has no source."
