@@ -203,7 +203,7 @@ def test_what_a_fix_counts_in_steps_fits_into_the_trial(tmp_path):
     taken = {arm.fixes[0]["name"]: arm.fixes[0]["parameters"] for arm in reversed(trial.arms[1:])}
     assert taken["warmup"]["steps"] == 8 and taken["stable_spam"]["interval"] == 16
     assert trial.arms[2].fixes[0]["parameters"]["steps"] == 50  # what a user chose stays
-    assert trial.notes[0] == "In warmup `steps` is 8 instead of 100, as the trial has 40 steps"
+    assert trial.notes[0] == "In warmup, steps is 8 instead of 100, as the trial has 40 steps"
     assert trial.add("decay_to_zero").fixes[0]["parameters"]["steps"] == 40
 
 
@@ -226,7 +226,7 @@ def test_what_is_skipped_of_a_record_never_comes_with_any_seed(tmp_path):
     trial = Trial(start, ["skip_batches", "zclip", "adagc:warmup=5"], 40, folder=tmp_path, device="cpu")
     assert trial.arms[1].fixes[0]["parameters"]["count"] == 50
     assert [arm.fixes[0]["parameters"]["most"] for arm in trial.arms[2:]] == [0, 0]
-    assert "In skip_batches `count` is 50 instead of 200" in trial.notes[0]
+    assert "In skip_batches, count is 50 instead of 200" in trial.notes[0]
 
 
 def test_losses_capped_on_both_sides_cannot_be_compared():
@@ -304,7 +304,7 @@ def test_words_of_a_command_line_make_arms():
 )
 def test_what_a_fix_waits_for_comes_within_a_trial(name, parameter, value):
     arm, words = scaled_to(arm_of(name), 40)
-    assert arm.fixes[0]["parameters"][parameter] == value and f"`{parameter}` is {value} instead" in words[0]
+    assert arm.fixes[0]["parameters"][parameter] == value and f", {parameter} is {value} instead" in words[0]
 
 
 @pytest.mark.parametrize("precision, taken", [("16-mixed", "fp16"), ("16", "fp16"), ("bf16-mixed", "bf16")])

@@ -170,7 +170,7 @@ def scaled_to(
             value = max(fitting[0], ranges[name]["low"])
             if usual > value:
                 parameters[name] = value
-                words.append(f"In {row['name']} `{name}` is {value:g} instead of {usual:g}, as {fitting[1]}")
+                words.append(f"In {row['name']}, {name} is {value:g} instead of {usual:g}, as {fitting[1]}")
         rows.append(row | {"parameters": parameters})
     return replace(arm, fixes=tuple(rows)), words
 
