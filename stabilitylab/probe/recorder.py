@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -161,7 +162,8 @@ class Recorder:
     def step(
         self,
         loss: Any = None,  # loss of the step; None: the loss that the model returned
-        **scalars: Any,  # more scalars of this step, such as `tokens`
+        /,
+        **scalars: Any,  # more scalars of this step, such as `tokens`; `loss` may stand here, too
     ) -> None:
         "Ends one optimizer step in the record; call it after `optimizer.step()`."
         if not self.is_open:
@@ -172,6 +174,9 @@ class Recorder:
         if self.options.snapshot_every and not self.micro and self.n == self.options.first_step:
             self.guard.note(_NO_BATCH)
         elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
+        if isinstance(loss, Integral):
+            self.guard.note(_A_NUMBER)
+            loss = None
         values = ({} if loss is None else {"loss": loss}) | scalars
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, elapsed, values)
         self.n, self.micro = self.n + 1, 0
@@ -228,6 +233,10 @@ class Recorder:
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
 _BOX, _ROUTERS = "the black box", "routers"  # the kinds of statistics that they stand for
+_A_NUMBER = (
+    "`step` was given a whole number, which is left out: it takes the loss, as in `recorder.step(loss)`, and"
+    " counts the steps by itself"
+)
 _NO_BATCH = (
     "no batch was handed over in the first step, so it cannot be replayed: "
     "call `recorder.batch(batch)` before each forward pass"
