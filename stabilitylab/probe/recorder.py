@@ -459,6 +459,12 @@ def _step_scalars(
     return scalars
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #0db68773
+_COMPILED = (
+    "the model was compiled and called before the Recorder was there; make the Recorder before the first call of"
+    " the model; parameters are recorded"
+)
+
+
 def _note_unseen(recorder: Recorder, is_seen: bool) -> None:
     "Say it where modules ran in a graph that hooks may not break, or where hooks cannot read numbers."
     if whole_graphs[0] != recorder.graphs:
@@ -473,8 +479,9 @@ def _note_unseen(recorder: Recorder, is_seen: bool) -> None:
         text = "the model runs inside a transform of torch.func; parameters are recorded"
         recorder.guard.note(f"activations missing: {text}")
     elif not whole_graphs[0]:
-        text = "no module was called in a way that runs hooks"
-        recorder.guard.note(f"activations missing: {text}", aloud=False)
+        is_compiled = hasattr(recorder.model, "_orig_mod")
+        text = _COMPILED if is_compiled else "no module was called in a way that runs hooks"
+        recorder.guard.note(f"activations missing: {text}", aloud=is_compiled)
 
 
 def _put_news(recorder: Recorder) -> None:
