@@ -58,7 +58,7 @@ class _Imports:
 
     def name_of(
         self,
-        cls: Any,  # a class of something in the draft, or a function
+        cls: type | types.FunctionType,  # a class of something in the draft, or a function
     ) -> str | None:
         "A class or a function by its name, imported; None where no file defines it at its top level."
         if cls.__module__ == "builtins":
@@ -143,8 +143,6 @@ class Draft(_Imports):
             return repr(value) if is_number else f"float('{value}')"
         if writer := self._config_writer(value):
             return writer(value)
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return self.construct(type(value), value._asdict())
         if is_dataclass(value) and not isinstance(value, type):
             arguments = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
             return self.construct(type(value), arguments)
@@ -154,7 +152,9 @@ class Draft(_Imports):
         return self._container(value) if kind == "plain" else _tensor_source(value)
 
     def _config_writer(self, value: Any) -> Callable[[Any], str | None] | None:
-        "What writes an object of Hugging Face's libraries by its configuration; None for other objects."
+        "What writes a named tuple, or an object of Hugging Face's libraries by its configuration."
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            return self._named_tuple
         if hasattr(value, "to_diff_dict"):
             return self._transformers_config
         if type(value).__module__.startswith("accelerate.") and hasattr(value, "gradient_state"):
@@ -207,6 +207,10 @@ class Draft(_Imports):
         keys = [part for part in of_keys if part is not None]
         is_whole = len(sources) == len(parts) and len(keys) == len(of_keys)
         return _container_text(value, sources, keys) if is_whole else None
+
+    def _named_tuple(self, value: Any) -> str | None:
+        "A named tuple by its fields."
+        return self.construct(type(value), value._asdict())
 
     def _accelerator(self, value: Any) -> str | None:
         "An Accelerator by what changes a step."
