@@ -34,7 +34,9 @@ OUTSIDE |= {
     "RecorderOptions.__post_init__",
 }
 OUTSIDE |= {"Level.__init__", "read_entry", "pack_batches"}  # not while a program trains
-OUTSIDE |= {"BackwardEnd.__init__", "NoModules.__init__", "LossScale.__init__"}  # when the recorder is made
+# when the recorder is made
+OUTSIDE |= {"BackwardEnd.__init__", "ModuleProbe.__init__", "ForwardPasses.__init__", "LossScale.__init__"}
+OUTSIDE |= {"ModuleRows.__init__", "OutputReader.__init__"}
 OUTSIDE |= {"SkippedSteps._hold_safely", "SkippedSteps._release_safely", "StepLoss._look_safely"}
 OUTSIDE |= {"kernel"}
 
@@ -172,10 +174,10 @@ def test_a_fault_inside_never_reaches_the_loop(tmp_path, monkeypatch, name):
 def test_most_functions_were_reached(tmp_path, monkeypatch):
     "The injection is real: a fault in the middle of the work is told and leaves a gap that the record names."
     for name, words in (
-        ("hooks.ModuleProbe._look", "activations of fc1 missing from step 0"),
+        ("hooks.OutputReader.look", "activations of fc1 missing from step 0"),
         ("updates.StepUpdates.read", "updates of fc1.weight missing"),
-        ("params._Gradients.read", "gradients of fc1.weight missing"),
-        ("params.ParamProbe.take_details", "costly statistics missing"),
+        ("params.GradientSums.read", "gradients of fc1.weight missing"),
+        ("updates.ParamDetails.take", "costly statistics missing"),
     ):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -185,16 +187,16 @@ def test_most_functions_were_reached(tmp_path, monkeypatch):
 
 
 def test_one_module_fails_and_the_others_are_recorded(tmp_path, monkeypatch):
-    from stabilitylab.probe.hooks import ModuleProbe
+    from stabilitylab.probe.hooks import OutputReader
 
-    look = ModuleProbe._look
+    look = OutputReader.look
 
     def only_norm(self, row, args, out):
-        if self.names[row] == "norm":
+        if self.rows.names[row] == "norm":
             raise ValueError("planted")
         look(self, row, args, out)
 
-    monkeypatch.setattr(ModuleProbe, "_look", only_norm)
+    monkeypatch.setattr(OutputReader, "look", only_norm)
     with pytest.warns(UserWarning, match="activations of norm missing from step 0 on: ValueError: planted"):
         watched(tmp_path / "r")
     rms = open_run(tmp_path / "r")["activations"].rms
@@ -202,7 +204,7 @@ def test_one_module_fails_and_the_others_are_recorded(tmp_path, monkeypatch):
 
 
 def test_warnings_that_are_errors_stop_nobody(tmp_path, monkeypatch):
-    break_it(monkeypatch, *FUNCTIONS["hooks.ModuleProbe._look"], RuntimeError("planted"))
+    break_it(monkeypatch, *FUNCTIONS["hooks.OutputReader.look"], RuntimeError("planted"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(watched(tmp_path / "r"), bare())
