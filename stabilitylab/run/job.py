@@ -259,9 +259,9 @@ class _PolledJob(_ChildFiles):
     def cancel(self) -> None:
         "Stops the job and its child processes; its progress so far stays in `events`."
         if self._last is None and not self.poll().ended:
-            self._finalizer()
             words = "stopped"
             self._last = JobState("cancelled", words, self._last_reported("share", 0.0), None, words)
+            self._finalizer()
 
     def wait(
         self,

@@ -271,9 +271,10 @@ class FixLabView(StateView):
         self.offers = FixOffers(self.say_call)
         self.origin = TrialOrigin(self.lab, self.controls["origin"], self._begin_elsewhere)
         self.arms = TrialArms(shared, self.lab, self.stop)
-        buttons = row(self.work.widget, self.more)
+        buttons = row(self.work.go, self.work.stop, self.more, self.work.bar)
         above = [row(*self.controls.values()), self.origin.words, self.plan, buttons]
-        below = [self.arms.picture, self.arms.rows, self.arms.verdict, self.call]
+        # what changes in height while arms train stands below all that is clicked meanwhile
+        below = [self.arms.rows, self.work.says, self.arms.picture, self.arms.verdict, self.call]
         left = column(*above, *below, flex="3 1 560px", min_width="320px")
         self.children = [self.notice, row(left, self.offers)]
         self.work.stop.on_click(lambda _: self.end())

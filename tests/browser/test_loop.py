@@ -39,6 +39,13 @@ def saved(page, name):
         page.keyboard.press("Control+s")
 
 
+def below(page, title):
+    "Pixels from the button that begins the trial down to the one with this title."
+    words = ('button:has-text("Train")', f'button[title^="{title}"]')
+    begin, button = (page.locator(f"{FIXLAB} {part}").first.bounding_box() for part in words)
+    return button["y"] - begin["y"]
+
+
 def trained(page, folder):
     "A trial that is seen half done, gets a further arm and loses one, and its verdict."
     where = page.locator(f'{FIXLAB} .widget-text:has(label:text-is("Setup")) input')
@@ -50,6 +57,7 @@ def trained(page, folder):
     page.click(f'{FIXLAB} button:has-text("Train")')
     page.wait_for_selector(f'{FIXLAB} .stl-figure img[src^="blob:"]', timeout=120_000)
     first = page.evaluate(f"document.querySelector('{FIXLAB} .stl-figure img').src")
+    height = below(page, "stop qk_norm")
     (folder / "first").touch()
     grown = f"document.querySelector('{FIXLAB} .stl-figure img').src !== '{first}'"
     page.wait_for_function(grown, timeout=120_000)
@@ -57,8 +65,10 @@ def trained(page, folder):
     page.click(f'{FIXLAB} button:has-text("Add"):not([disabled])')
     page.wait_for_selector(f'{FIXLAB} button[title^="stop lower_lr"]:not([disabled])', timeout=60_000)
     shot(page, "loop-growing")
+    assert below(page, "stop qk_norm") == height  # a click is lost where the button moves under it
     page.click(f'{FIXLAB} button[title^="stop qk_norm"]')
     page.wait_for_selector(f'{FIXLAB} .widget-label:has-text("qk_norm"):has-text("stopped")', timeout=60_000)
+    assert below(page, "stop qk_norm") == height
     (folder / "second").touch()
     page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr:factor=0.045")', timeout=150_000)
 
