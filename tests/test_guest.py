@@ -22,8 +22,8 @@ from torch import nn
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
-ROOMS = "blackbox detail hooks kinds params recorder retention rows scalars settings slots stats updates"
-INSIDE = [*ROOMS.split(" "), "writer"]
+ROOMS = "blackbox detail hooks kinds optimizers params recorder retention rows scalars settings slots stats"
+INSIDE = [*ROOMS.split(" "), "updates", "writer"]
 # the contract itself: what the user calls, and the guard that everything else stands behind
 OUTSIDE = {"Recorder.__init__", "Recorder.__enter__", "Recorder.__exit__", "Recorder.step", "Recorder.batch"}
 OUTSIDE |= {

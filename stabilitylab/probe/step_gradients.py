@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from .guard import Guard
-from .optimizers import groups_of
+from .optimizers import groups_of, hooked_optimizers
 from .params import ParamProbe
 from .stats import has_bad
 from ..run.curves import NOT_CLEARED
@@ -35,7 +35,7 @@ class SkippedSteps:
         for k in params.steps.unhooked:
             name = type(params.steps.optimizers[k]).__name__
             guard.note(f"{name} runs no hooks: its steps are not skipped, whatever the gradient")
-        for optimizer in params.steps.hooked():
+        for optimizer in hooked_optimizers(params.steps):
             self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
             self.handles.append(optimizer.register_step_post_hook(self._release_safely))
 

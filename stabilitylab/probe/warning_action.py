@@ -18,7 +18,7 @@ from stabilitylab.detect.facts.record_steps import loss_bound
 from stabilitylab.detect.limits import count_limit
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.hooks import ModuleRows
-from stabilitylab.probe.optimizers import OptimizerSteps, groups_of
+from stabilitylab.probe.optimizers import OptimizerSteps, groups_of, hooked_optimizers
 from stabilitylab.probe.params import ParamProbe
 from stabilitylab.probe.rows import StepRow
 from stabilitylab.probe.warning import EarlyWarning, WarningDetector
@@ -37,7 +37,7 @@ class RateCut:
         self.steps, self.factor = steps, 1.0
         self.scheduled: list[tuple[dict, Any]] = []  # groups with the rates that their schedule gave them
         # hooks run in the order of registration: `ParamProbe`'s come first and still see the cut rate
-        self.handles = [o.register_step_post_hook(self._give_back) for o in steps.hooked()]
+        self.handles = [o.register_step_post_hook(self._give_back) for o in hooked_optimizers(steps)]
 
     def take(self) -> None:
         "Cut the rates of the step that begins."
@@ -76,12 +76,10 @@ class WarningAction:
         is_alone: bool = True,  # whether no other process trains the same model
     ):
         self.action, self.guard, self.is_alone = action, guard, is_alone
-        numbered = params.numbered
-        n = numbered.n_recorded
+        numbered, n = params.numbered, params.numbered.n_recorded
         names = {"module": list(modules.names), "param": numbered.names[:n]}
-        recorded = numbered.params[:n]
-        matrices = np.array([p.ndim > 1 for p in recorded], bool)
-        coarse = np.array([p.dtype in (torch.bfloat16, torch.float16) for p in recorded], bool)
+        matrices = np.array([p.ndim > 1 for p in numbered.params[:n]], bool)
+        coarse = np.array([p.dtype in (torch.bfloat16, torch.float16) for p in numbered.params[:n]], bool)
         self.detector = WarningDetector(names, matrices, coarse)
         # filled by the writer's thread, emptied by the loop: `append` and `popleft` need no lock
         self.waiting: deque[EarlyWarning] = deque()  # told by the writer's thread, not yet acted upon
