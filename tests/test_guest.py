@@ -34,9 +34,7 @@ OUTSIDE |= {
     "RecorderOptions.__post_init__",
 }
 OUTSIDE |= {"Level.__init__", "read_entry", "pack_batches"}  # not while a program trains
-# when the recorder is made
-OUTSIDE |= {"BackwardEnd.__init__", "ModuleProbe.__init__", "ForwardPasses.__init__", "LossScale.__init__"}
-OUTSIDE |= {"ModuleRows.__init__", "OutputReader.__init__"}
+OUTSIDE |= {"LossScale.__init__"}  # when the recorder is made
 OUTSIDE |= {"SkippedSteps._hold_safely", "SkippedSteps._release_safely", "StepLoss._look_safely"}
 OUTSIDE |= {"kernel"}
 

@@ -89,8 +89,8 @@ class Recorder:
         self.share = 1  # by what a framework divides the loss of each micro-batch
         self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered
-        self.backward = BackwardEnd(self.guard)
-        self.modules = ModuleProbe(self.backward, LEVELS[self.options.level].backward)
+        self.backward: Any = None
+        self.modules: Any = None
         self.params: Any = None
         self.skips: SkippedSteps | None = None  # also where steps are not skipped
         self.clearing: KeptGradients | None = None  # also where ranks train together
@@ -237,6 +237,8 @@ _NO_BATCH = (
 def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     "Hooks, store, writer and black box, made one after the other."
     guard, options = recorder.guard, recorder.options
+    recorder.backward = BackwardEnd(guard)
+    recorder.modules = ModuleProbe(recorder.backward, LEVELS[options.level].backward)
     guard.attempt(OUTPUTS, None, _hook_modules, recorder.modules, model, options)
     params = ParamProbe(model, recorder.optimizers, options.kinds, LEVELS[options.level].updates, guard)
     recorder.params, params.before_step = params, recorder._before_optimizer
