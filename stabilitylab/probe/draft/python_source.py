@@ -39,7 +39,7 @@ from stabilitylab.probe.draft.model_parts import (
 from .name_sources import is_same_model
 from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
 from .trainer_code import peft_source
-from ..params import groups_of
+from ..optimizers import groups_of
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #bc2695c8
 _MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
