@@ -762,7 +762,7 @@ def test_a_small_change_after_exact_steps_came_from_outside_of_a_step(tmp_path):
 
 
 def retraced(*pairs):
-    "Steps of which the (gradient norm, norm of the update) were recorded as the first and replayed as the second."
+    "Steps by their norms of gradient and update: (recorded, replayed) each."
     names = ("grad_norm", "update_norm")
     rows = [
         [dict.fromkeys(QUANTITIES) | dict(zip(names, each, strict=True)) for each in pair] for pair in pairs
@@ -771,7 +771,7 @@ def retraced(*pairs):
 
 
 def test_another_gradient_norm_after_exact_steps_is_no_fault_of_the_optimizer(monkeypatch):
-    "Another forward pass moved the vectors of a spectral norm: 6e-10 of the gradient's norm, 4e-6 of the update's."
+    "A pass between steps moved a spectral norm: 6e-10 of the gradient, 4e-6 of the update."
     monkeypatch.setattr(faults, "other_setting", lambda step, facts: None)
     monkeypatch.setattr(faults, "clip_that_fits", lambda step, facts: None)
     monkeypatch.setattr(faults, "_is_uniform", lambda step, name, facts: False)
