@@ -231,6 +231,16 @@ def test_a_first_loss_that_no_such_logits_can_give_is_no_cross_entropy():
     assert facts_of(data, "first_over_chance") == [(3.91, 0)]
 
 
+def test_without_activations_a_loss_far_above_chance_may_be_a_sum_over_the_batch():
+    "A compiled classifier summed its loss over 32 images: its weights were called 32 times too wide."
+    data = ordinary()
+    del data["activations"]
+    data["scalars"]["loss"][:] = 32 * np.log(10)
+    assert facts_of(data, "first_over_chance", "logit_std") == [None, None]
+    data["scalars"]["loss"][:] = np.log(10)
+    assert facts_of(data, "first_over_chance", "end_near_chance") == [(1.0, 0), (0.0, N - 1)]
+
+
 def test_a_jump_of_the_loss_has_what_came_before_it():
     data = ordinary()
     for group, name, at, factor in [

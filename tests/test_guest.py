@@ -22,8 +22,8 @@ from torch import nn
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
-ROOMS = "blackbox detail hooks kinds params recorder retention rows scalars settings slots stats updates"
-INSIDE = [*ROOMS.split(" "), "writer"]
+ROOMS = "blackbox detail hooks kinds optimizers params recorder retention rows scalars settings slots stats"
+INSIDE = [*ROOMS.split(" "), "updates", "writer"]
 # the contract itself: what the user calls, and the guard that everything else stands behind
 OUTSIDE = {"Recorder.__init__", "Recorder.__enter__", "Recorder.__exit__", "Recorder.step", "Recorder.batch"}
 OUTSIDE |= {
@@ -34,7 +34,7 @@ OUTSIDE |= {
     "RecorderOptions.__post_init__",
 }
 OUTSIDE |= {"Level.__init__", "read_entry", "pack_batches"}  # not while a program trains
-OUTSIDE |= {"BackwardEnd.__init__", "NoModules.__init__", "LossScale.__init__"}  # when the recorder is made
+OUTSIDE |= {"LossScale.__init__"}  # when the recorder is made
 OUTSIDE |= {"SkippedSteps._hold_safely", "SkippedSteps._release_safely", "StepLoss._look_safely"}
 OUTSIDE |= {"kernel"}
 
@@ -172,10 +172,10 @@ def test_a_fault_inside_never_reaches_the_loop(tmp_path, monkeypatch, name):
 def test_most_functions_were_reached(tmp_path, monkeypatch):
     "The injection is real: a fault in the middle of the work is told and leaves a gap that the record names."
     for name, words in (
-        ("hooks.ModuleProbe._look", "activations of fc1 missing from step 0"),
+        ("hooks.OutputReader.look", "activations of fc1 missing from step 0"),
         ("updates.StepUpdates.read", "updates of fc1.weight missing"),
-        ("params._Gradients.read", "gradients of fc1.weight missing"),
-        ("params.ParamProbe.take_details", "costly statistics missing"),
+        ("params.GradientSums.read", "gradients of fc1.weight missing"),
+        ("updates.ParamDetails.take", "costly statistics missing"),
     ):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -185,16 +185,16 @@ def test_most_functions_were_reached(tmp_path, monkeypatch):
 
 
 def test_one_module_fails_and_the_others_are_recorded(tmp_path, monkeypatch):
-    from stabilitylab.probe.hooks import ModuleProbe
+    from stabilitylab.probe.hooks import OutputReader
 
-    look = ModuleProbe._look
+    look = OutputReader.look
 
     def only_norm(self, row, args, out):
-        if self.names[row] == "norm":
+        if self.rows.names[row] == "norm":
             raise ValueError("planted")
         look(self, row, args, out)
 
-    monkeypatch.setattr(ModuleProbe, "_look", only_norm)
+    monkeypatch.setattr(OutputReader, "look", only_norm)
     with pytest.warns(UserWarning, match="activations of norm missing from step 0 on: ValueError: planted"):
         watched(tmp_path / "r")
     rms = open_run(tmp_path / "r")["activations"].rms
@@ -202,7 +202,7 @@ def test_one_module_fails_and_the_others_are_recorded(tmp_path, monkeypatch):
 
 
 def test_warnings_that_are_errors_stop_nobody(tmp_path, monkeypatch):
-    break_it(monkeypatch, *FUNCTIONS["hooks.ModuleProbe._look"], RuntimeError("planted"))
+    break_it(monkeypatch, *FUNCTIONS["hooks.OutputReader.look"], RuntimeError("planted"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(watched(tmp_path / "r"), bare())

@@ -23,7 +23,7 @@ from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay import faults, setup_file
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import QUANTITIES, Retraced, retrace
-from stabilitylab.replay.setup_check import _rounded, check_setup
+from stabilitylab.replay.setup_check import _may_be_rounding, _rounded, check_setup
 from stabilitylab.replay.setup_file import checked
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
@@ -767,6 +767,43 @@ def test_several_updates_in_one_step_of_the_record_are_named(tmp_path):
     run = loop(tmp_path / "run", ["backward", "update", "clear", "record"], record_every=2)
     check = check_setup(run, 2, replace(SETUP, clip=None, schedule=None))
     assert check.fault == "several updates" and "after each `optimizer.step`" in check.words
+
+
+def test_a_small_change_after_exact_steps_came_from_outside_of_a_step(tmp_path):
+    def nudged(step, model):
+        if step == 1:
+            model.fc2.bias.data += 3e-5
+
+    check = check_setup(record(tmp_path / "run", after=nudged), 4, SETUP)
+    assert (check.fault, check.evidence) == ("outside", {"before": 2}) and not check.is_step
+
+
+def retraced(*pairs):
+    "Steps by their norms of gradient and update: (recorded, replayed) each."
+    names = ("grad_norm", "update_norm")
+    rows = [
+        [dict.fromkeys(QUANTITIES) | dict(zip(names, each, strict=True)) for each in pair] for pair in pairs
+    ]
+    return tuple(Retraced(step, was, now, {}) for step, (was, now) in enumerate(rows))
+
+
+def test_another_gradient_norm_after_exact_steps_is_no_fault_of_the_optimizer(monkeypatch):
+    "A pass between steps moved a spectral norm: 6e-10 of the gradient, 4e-6 of the update."
+    monkeypatch.setattr(faults, "other_setting", lambda step, facts: None)
+    monkeypatch.setattr(faults, "clip_that_fits", lambda step, facts: None)
+    monkeypatch.setattr(faults, "_is_uniform", lambda step, name, facts: False)
+    for first, fault in (((2.0, 1.0), "outside"), ((2.0, 1.0000001), "settings")):
+        steps = retraced(((2.0, 1.0), first), ((3.0, 1.0), (3.000000001, 1.000004)))
+        assert faults._settings_fault(steps[1], SimpleNamespace(way=SimpleNamespace(steps=steps)))[0] == fault
+
+
+def test_a_difference_that_grows_out_of_rounding_may_be_rounding():
+    "A compiled model adds in another order: 8e-7 of the first gradient's norm, 2e-6 of the fourth update's."
+    for norm, expected in ((2.0000016, True), (2.0, False)):
+        steps = retraced(((2.0, 1.0), (norm, 1.0)), ((3.0, 1.0), (3.0, 1.000002)))
+        facts = SimpleNamespace(is_elsewhere=False, way=SimpleNamespace(steps=steps))
+        assert _may_be_rounding(facts, steps[1], "update_norm") == expected
+        assert not _may_be_rounding(facts, steps[1], "lr")
 
 
 @pytest.mark.parametrize(

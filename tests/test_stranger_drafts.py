@@ -6,9 +6,12 @@ import enum
 import functools
 import importlib
 import sys
+import threading
 import warnings
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -19,8 +22,8 @@ from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
 from stabilitylab.probe.draft.loop_source import Source, relevant
-from stabilitylab.probe.draft.loop_values import kept_values, restored
-from stabilitylab.probe.draft.name_sources import resolved_lines
+from stabilitylab.probe.draft.loop_values import LoopValues, kept_values, restored
+from stabilitylab.probe.draft.name_sources import Keeper, resolved_lines
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
 from stabilitylab.probe.draft.trainer_code import prepared
@@ -174,6 +177,44 @@ def test_arrays_and_members_of_an_enumeration_have_a_source():
         exec("\n".join([*draft.imports, "import torch", f"value = {source}"]), names)
         assert np.array_equal(names["value"], value) and type(names["value"]) is type(value)
     assert draft.literal(np.zeros(1001)) is None
+
+
+class Column(NamedTuple):
+    name: str
+    size: int = 4
+
+
+def drawn(shape, loc=0.0, scale=1.0):
+    return loc + scale * torch.ones(shape)
+
+
+def test_tuples_with_names_partial_functions_and_accelerators_have_a_source():
+    "Columns of a table of a recommender; the noise levels and the Accelerator of a diffusion model."
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=3, cpu=True)
+    values = ([Column("age", 9), Column("town")], functools.partial(drawn, (2,), scale=3.0), accelerator)
+    copies = []
+    for value in values:
+        draft, names = Draft(), {}
+        source = draft.literal(value)
+        exec("\n".join([*draft.imports, "import torch", f"value = {source}"]), names)
+        copies.append(names["value"])
+    columns, noise, again = copies
+    assert columns == values[0] and type(columns[0]) is Column
+    assert torch.equal(noise(loc=1.0), torch.tensor([4.0, 4.0]))
+    assert (again.gradient_accumulation_steps, again.mixed_precision) == (3, "no")
+    assert Draft().literal(functools.partial(lambda x: x, 1)) is None
+
+
+def test_what_cannot_be_kept_with_a_batch_is_not_asked_to_be_given_to_it():
+    source = Draft().literal
+    keeper = Keeper(lambda name, value: source(value), LoopValues({}))
+    scope = {"server": threading.Lock(), "hidden": torch.zeros(2, requires_grad=True)}
+    assert keeper.name_lines("server", scope)[1] == [
+        "`server`, a lock of the loop: write the line that makes it into `loss`"
+    ]
+    assert keeper.name_lines("hidden", scope)[1] == [
+        "`hidden`, a Tensor of the loop: give it to `recorder.batch`"
+    ]
 
 
 def test_the_running_script_under_the_name_of_multiprocessing_is_no_other_module(monkeypatch, tmp_path):

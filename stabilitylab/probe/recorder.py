@@ -27,10 +27,12 @@ from .checks.vocabulary import fault_words, weight_faults
 from .draft.loop_values import with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
-from .hooks import OUTPUTS, ModuleProbe, NoModules
+from .hooks import OUTPUTS, BackwardEnd, ModuleProbe
 from .kinds import module_kinds
-from .params import UPDATES, ParamProbe, groups_of
+from .optimizers import groups_of
+from .params import UPDATES, ParamProbe
 from .routers import RouterProbe
+from .rows import step_row
 from .scalars import LossScale, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
@@ -55,7 +57,7 @@ from stabilitylab.probe.warning_action import (
     raise_bad,
     warning_action,
 )
-from .writer import Writer
+from .writer import StepRows, Writer, _Parts
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
@@ -88,7 +90,8 @@ class Recorder:
         self.share = 1  # by what a framework divides the loss of each micro-batch
         self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered
-        self.modules: ModuleProbe | NoModules = NoModules(self.guard)
+        self.backward: Any = None
+        self.modules: Any = None
         self.params: Any = None
         self.skips: SkippedSteps | None = None  # also where steps are not skipped
         self.clearing: KeptGradients | None = None  # also where ranks train together
@@ -196,7 +199,8 @@ class Recorder:
         is_due = self.sample_next or bool(every and self.n % every == 0)
         self.attention.begin_step(self.n, self.sample_next)
         self.sample_next = False
-        self.modules.sampling = self.params.sampling = is_due and self.off is None
+        is_sampled = is_due and self.off is None
+        self.modules.slots.sampling = self.params.reader.details.sampling = is_sampled
 
     def _after_backward(self) -> None:
         "At the end of each backward pass."
@@ -212,10 +216,6 @@ class Recorder:
             self.guard.attempt(_BOX, None, self.box.settings, self.n)
         if self.scale.find() and self.box is not None:
             self.box.scaler = self.scale.scaler
-
-    def _on_bad(self, step: int, text: str) -> None:
-        "At the first non-finite value."
-        self._pin(step)
 
     def _pin(self, step: int) -> None:
         "Look closer at the next step, and keep what a replay of this one needs."
@@ -246,12 +246,13 @@ _NO_BATCH = (
 def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     "Hooks, store, writer and black box, made one after the other."
     guard, options = recorder.guard, recorder.options
-    probe = guard.attempt(OUTPUTS, None, _module_probe, model, options, guard)
-    modules = recorder.modules = probe or NoModules(guard)
+    recorder.backward = BackwardEnd(guard)
+    recorder.modules = ModuleProbe(recorder.backward, LEVELS[options.level].backward)
+    guard.attempt(OUTPUTS, None, _hook_modules, recorder.modules, model, options)
     params = ParamProbe(model, recorder.optimizers, options.kinds, LEVELS[options.level].updates, guard)
     recorder.params, params.before_step = params, recorder._before_optimizer
-    modules.after_backward = recorder._after_backward
-    params.watch_arrivals(modules.begin_backward)
+    recorder.backward.function = recorder._after_backward
+    params.watch_arrivals(recorder.backward.begin)
     if options.on_nonfinite == "skip":
         recorder.skips = SkippedSteps(params, guard)
     _open_record(recorder, model)
@@ -266,30 +267,35 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     atexit.register(recorder.at_exit)
 
 
-def _module_probe(model: torch.nn.Module, options: RecorderOptions, guard: Guard) -> ModuleProbe:
-    "The module hooks of the chosen level."
+def _hook_modules(modules: ModuleProbe, model: torch.nn.Module, options: RecorderOptions) -> None:
+    "Put the module hooks of the chosen level in place."
     level, select, kinds = LEVELS[options.level], options.select, options.kinds
     if level.kinds and select is None:
         names = [name for name, (kind, _) in module_kinds(model, kinds).items() if kind in level.kinds]
         select = f"^({'|'.join(map(re.escape, names))})$" if names else None
-    return ModuleProbe(model, select, kinds, level.inputs, level.backward, guard)
+    modules.hook(model, select, kinds, level.inputs)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #3bd38fb0
 def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     "The store, its writer and the black box."
-    rank, modules, params, guard = this_rank(), recorder.modules, recorder.params, recorder.guard
+    rank, modules, params, guard = (
+        this_rank(),
+        recorder.modules.rows,
+        recorder.params.numbered,
+        recorder.guard,
+    )
     only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
     recorder.is_spread = is_spread
     attrs = attrs_of(params, rank.world)
     tables = record_tables(modules, params, only_modules)
     store = recorder.store = open_store(recorder.path, tables, attrs, rank)
-    seconds = recorder.options.flush_seconds
-    recorder.writer = Writer(
-        store, modules, params, guard, seconds, is_spread, only_modules, recorder._on_bad
-    )
+    parts = _Parts(store, guard, recorder.options.flush_seconds)
+    make = partial(step_row, modules=modules, params=params, counts=is_spread, only_modules=only_modules)
+    rows = StepRows(make, parts.pending, guard, recorder._pin)
+    recorder.writer = Writer(rows, parts, guard)
     if recorder.options.on_warning is not None and not rank.number:
         recorder.watch = guard.attempt("early warning", None, warning_action, recorder, not is_spread)
-        recorder.writer.on_row += [] if recorder.watch is None else [recorder.watch.see]
+        rows.on_row += [] if recorder.watch is None else [recorder.watch.see]
     if recorder.options.report_to is not None and not rank.number:
         recorder.reports = guard.attempt("reporting", None, Reports, recorder)
         recorder.writer.on_item = None if recorder.reports is None else recorder.reports.see
@@ -303,7 +309,7 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     if recorder.options.snapshot_every:
         recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model, rank.number)
         if recorder.box is not None:
-            recorder.writer.on_row.append(LossJumps(recorder.box.keep).see)
+            rows.on_row.append(LossJumps(recorder.box.keep).see)
 
 
 def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBox:
@@ -315,7 +321,7 @@ def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBo
         max_bytes=options.max_box_bytes,
         old=options.old_snapshots,
     )
-    optimizers, scaler = recorder.params.optimizers, recorder.scale.scaler
+    optimizers, scaler = recorder.params.steps.optimizers, recorder.scale.scaler
     return BlackBox(recorder.path, model, optimizers, scaler, limits, recorder.guard.note, rank)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #a9c1320d
@@ -375,6 +381,7 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     guard, scale = recorder.guard, recorder.scale.value
     values = values | (_own_times(recorder, elapsed) if recorder.is_spread else {})
     parts, uses, order = guard.attempt(OUTPUTS, None, recorder.modules.take) or ({}, {}, [])
+    recorder.backward.end_step()
     details, tops = guard.attempt("costly statistics", None, _take_details, recorder, uses) or ({}, {})
     grads, step_rows, stepped = guard.attempt(UPDATES, None, recorder.params.take) or ({}, {}, set())
     if recorder.clearing is not None:
@@ -393,10 +400,11 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
         "details": stack_rows(details),
         "tops": stack_rows(tops),
         "order": order,
+        "dtypes": recorder.modules.slots.dtypes,
         "grads": stack_rows(grads),
         "made": stack_rows(step_rows),
         "heads": heads,
-        "scale": _gradient_scale(scale, recorder.modules.divisor),
+        "scale": _gradient_scale(scale, recorder.modules.passes.divisor),
         "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
         "ready": when_ready((*parts.values(), *grads.values(), *step_rows.values(), *scalars.values())),
     }
@@ -418,7 +426,7 @@ def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | 
 # %% ../../nbs/api/probe/06_recorder.ipynb #c5d42e3a
 def _own_times(recorder: Recorder, elapsed: float) -> dict[str, float]:
     "Seconds of the step that a rank spent by itself: until its batch was there, and its forward pass."
-    forward_at, backward_at = recorder.modules.forward_at, recorder.modules.backward_at
+    forward_at, backward_at = recorder.modules.passes.began_at, recorder.backward.began_at
     data_at, recorder.batch_at = recorder.batch_at or forward_at, None
     if data_at is None:
         return {}
@@ -428,11 +436,11 @@ def _own_times(recorder: Recorder, elapsed: float) -> dict[str, float]:
 
 def _take_details(recorder: Recorder, uses: dict) -> tuple[dict, dict]:
     "The costly statistics of this step by what they are of, and the channels that stand out."
-    if not recorder.params.sampling:
+    if not recorder.params.reader.details.sampling:
         return {}, {}
-    rows, tops = recorder.modules.take_details(uses)
+    rows, tops = recorder.modules.slots.take_details(uses)
     details = {("module", key): row for key, row in rows.items()}
-    for what, rows_by_param in recorder.params.take_details().items():
+    for what, rows_by_param in recorder.params.reader.details.take().items():
         details |= {(what, i): row for i, row in rows_by_param.items()}
     return details, tops
 
@@ -441,7 +449,7 @@ def _step_scalars(
     recorder: Recorder, values: dict[str, Any], elapsed: float, is_skipped: bool
 ) -> dict[str, Any]:
     "The values of this step."
-    scale, params, guard = recorder.scale.value, recorder.params, recorder.guard
+    scale, steps, guard = recorder.scale.value, recorder.params.steps, recorder.guard
     own = None if recorder.own_loss is None else recorder.own_loss.take(scale)
     if values.get("loss") is None and own is not None:
         values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
@@ -449,8 +457,8 @@ def _step_scalars(
         guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
     scalars = clean_scalars(values, guard) | {"step_time": elapsed}
     # as the step used it: a scheduler may have set that of the next step by now
-    rates = [params.lr] if params.lr is not None else []
-    rates += [groups[0]["lr"] for groups in map(groups_of, params.optimizers) if groups]
+    rates = [steps.lr] if steps.lr is not None else []
+    rates += [groups[0]["lr"] for groups in map(groups_of, steps.optimizers) if groups]
     if recorder.optimizers:
         scalars["skipped"] = float(is_skipped)
         scalars |= clean_scalars({"lr": rates[0] if rates else None}, guard)
@@ -473,7 +481,7 @@ def _note_unseen(recorder: Recorder, is_seen: bool) -> None:
             "activations missing: the model is compiled as one graph; parameters are recorded"
         )
     is_transformed, recorder.transformed = transformed[0] != recorder.transformed, transformed[0]
-    if is_seen or not recorder.modules.names:
+    if is_seen or not recorder.modules.rows.names:
         return
     if is_transformed:
         text = "the model runs inside a transform of torch.func; parameters are recorded"

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from .detail import detail_statistics, merge_details
+from .hooks import ModuleRows
+from .params import NumberedParams
 from .settings import ROLE_PREFIXES, SAMPLED_SIZES, SAMPLED_VARIABLES, TOP_CHANNEL
 from .slots import TENSOR_ROLES
 from .stats import fetch, statistics
@@ -235,8 +237,8 @@ def _param_counts(grads: np.ndarray, steps: np.ndarray) -> dict[str, np.ndarray]
 # %% ../../nbs/api/probe/14_rows.ipynb #61648696
 def step_row(
     item: dict,  # a step as the recorder hands it over
-    modules: Any,  # a `ModuleProbe` or `NoModules`
-    params: Any,  # a `ParamProbe`
+    modules: ModuleRows,  # of the model
+    params: NumberedParams,  # of the same model
     counts: bool = False,  # also how many entries each statistic is of, to put ranks together
     only_modules: bool = False,  # leave the parameters to another rank
 ) -> StepRow:
@@ -262,5 +264,5 @@ def step_row(
     scalars = {name: float(value) for name, value in item["scalars"].items()}
     scalars |= _norms(item, grads, steps, scale)
     sampled = _sampled_columns(item, n_modules, n_params, counts) if item["details"] else {}
-    bad = _first_bad(modules.names, sums, item["order"], modules.dtypes, params.names, grads, steps)
+    bad = _first_bad(modules.names, sums, item["order"], item["dtypes"], params.names, grads, steps)
     return StepRow(item["step"], item["time"], columns, scalars, sampled, item.get("heads"), bad)

@@ -18,7 +18,9 @@ import torch
 from ..names.errors import bad_input
 from .detail import EXPONENTS, RANGES
 from .environment import environment, environment_change
-from .params import ParamProbe, groups_of
+from .hooks import ModuleRows
+from .optimizers import groups_of
+from .params import NumberedParams
 from .trackers import trackers_of
 from ..run.live import LiveStore
 
@@ -218,8 +220,8 @@ def this_rank() -> Rank:
 
 # %% ../../nbs/api/probe/16_settings.ipynb #750d02c7
 def record_tables(
-    modules: Any,  # a `ModuleProbe` or `NoModules`
-    params: ParamProbe,  # of the same model
+    modules: ModuleRows,  # of the model
+    params: NumberedParams,  # of the same model
     only_modules: bool,  # whether another rank writes the parameters
 ) -> dict[str, dict]:  # group -> what `LiveStore` is told about it
     "The groups that this process writes."
@@ -247,7 +249,7 @@ def _number(value: Any) -> float | None:
 
 
 def attrs_of(
-    params: ParamProbe,  # of the model
+    params: NumberedParams,  # of the model
     world: int,  # processes
 ) -> dict[str, Any]:  # JSON values
     "The settings of a run that its record keeps."
@@ -272,7 +274,7 @@ _PATIENCE = timedelta(seconds=60)  # that a rank waits for rank 0
 
 
 def writes_parameters(
-    params: ParamProbe,  # of the model
+    params: NumberedParams,  # of the model
     rank: Rank,  # of this process
 ) -> bool:
     "Whether this rank writes the parameters: its part of sharded ones; of copies the first rank that asks."
@@ -321,7 +323,7 @@ def open_store(
 def opening_events(
     store: LiveStore,  # that was just opened
     attrs: dict,  # from `attrs_of`
-    params: ParamProbe,  # of the model
+    params: NumberedParams,  # of the model
     step: int,  # the first step
 ) -> list[tuple]:  # (kind, step, text, time)
     "What a record says where a start of the program begins."

@@ -13,7 +13,8 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from .guard import Guard
-from .params import ParamProbe, groups_of
+from .optimizers import groups_of, hooked_optimizers
+from .params import ParamProbe
 from .stats import has_bad
 from ..run.curves import NOT_CLEARED
 
@@ -26,19 +27,17 @@ class SkippedSteps:
         params: ParamProbe,  # probe of the parameters, whose optimizers are watched
         guard: Guard,  # guard of the recording
     ):
-        self.params, self.guard = params, guard
+        self.gradients, self.guard = params.reader.gradients, guard
         self.withheld: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.holder: Any = None  # the optimizer whose step is held; it may step another one inside
         self.was_skipped = False  # since `take`
         self.handles = []
-        for k, optimizer in enumerate(params.optimizers):
-            if k in params.unhooked:
-                name = type(optimizer).__name__
-                guard.note(f"{name} runs no hooks: its steps are not skipped, whatever the gradient")
-                continue
-            for stepping in (optimizer, *params.inner[k]):
-                self.handles.append(stepping.register_step_pre_hook(self._hold_safely))
-                self.handles.append(stepping.register_step_post_hook(self._release_safely))
+        for k in params.steps.unhooked:
+            name = type(params.steps.optimizers[k]).__name__
+            guard.note(f"{name} runs no hooks: its steps are not skipped, whatever the gradient")
+        for optimizer in hooked_optimizers(params.steps):
+            self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
+            self.handles.append(optimizer.register_step_post_hook(self._release_safely))
 
     def _hold_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         "The hook before a step that may have to be skipped."
@@ -46,7 +45,7 @@ class SkippedSteps:
 
     def _hold(self, optimizer: Any) -> None:
         "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
-        if self.holder is None and has_bad(self.params.gradients.rows.values()):
+        if self.holder is None and has_bad(self.gradients.rows.values()):
             params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
             self.withheld = [(p, p.grad) for p in params]
             # A step of zeros would still decay weights and moments; torch's optimizers leave a parameter
@@ -91,7 +90,7 @@ class KeptGradients:
         self.guard = guard
         self.has_begun = self.was_clear = False  # of this step: its backward passes, a gradient before one
         self.n_steps = self.n_kept = 0
-        owned = [p for o in params.optimizers for group in groups_of(o) for p in group["params"]]
+        owned = [p for o in params.steps.optimizers for group in groups_of(o) for p in group["params"]]
         leaves = [p for p in owned if p.requires_grad and p.is_leaf]
         self.handles = [
             p.register_hook(unserializable_hook(self._looking_at(p)))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..numerics.pytree import tensors_of
-from .detail import count_lost_updates
+from .detail import count_lost_updates, tensor_detail
 from .slots import local, readable
 from .stats import AdamRule, adam_sums, add_sums, empty_row, join_pieces
 
@@ -62,65 +62,92 @@ def _changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return after.to(dtype) - before.to(dtype)
 
 # %% ../../nbs/api/probe/10_updates.ipynb #94ff6157
-class _UpdateRows:
-    "Rows of sums of weights and updates, by number of the parameter."
+def change_sums(
+    old: torch.Tensor,  # a weight before the step
+    weight: torch.Tensor,  # and after it
+    state: dict,  # of the optimizer for this parameter
+    out: torch.Tensor | None = None,  # row that has the sums of an Adam state already; None: a new one
+) -> torch.Tensor:  # (12,) float64, NaN where nothing was measured
+    "The sums of a weight and of how far it moved, in the columns of its row."
+    # columns, as `_PARAM_SUMS`: 0 n, 4 to 6 the weight's squares, largest and non-finite, 7 the state's
+    # non-finite, 8 the update's squares; those of the gradient follow from an Adam state only
+    if out is None:
+        out = torch.full((12,), float("nan"), dtype=torch.float64, device=weight.device)
+    for column, t in ((4, readable(weight)), (8, _changed(old, weight))):
+        row = empty_row(weight.device)
+        add_sums(t, row)
+        row = join_pieces(row) if row.ndim == 2 else row
+        out[column] = row[2]
+        if column == 4:
+            out[0], out[5], out[6] = row[0], row[3], row[4]
+    state_tensors = [local(t) for t in tensors_of(state) if t.is_floating_point()]
+    counts = [(~torch.isfinite(t)).sum() for t in state_tensors if t.numel() > 1]
+    out[7] = sum(counts) if counts else 0
+    return out
+
+# %% ../../nbs/api/probe/10_updates.ipynb #7b1d0a14
+_MOMENTS = {"m": ("exp_avg", "momentum_buffer"), "v": ("exp_avg_sq", "square_avg", "sum")}
+
+
+class ParamDetails:
+    "The costly statistics of parameters in a sampled step, by what was read and by number."
 
     def __init__(
         self,
-        numbered: Any,  # the parameters by number
+        n_recorded: int,  # parameters that have rows in the record; later ones are left out
     ):
-        self.numbered = numbered
-        self.rows: dict[int, torch.Tensor] = {}  # by parameter number, as is `old`
-        self.old: dict[int, torch.Tensor] = {}  # weights before the step
+        self.n_recorded = n_recorded
+        self.sampling = False  # whether this step takes them
+        self.rows: dict[str, dict[int, torch.Tensor]] = {}  # weights, gradients, updates, m, v or lost
 
-    def measure_change(
+    def add(
+        self,
+        what: str,  # weights, gradients, updates, m or v
+        i: int,  # number of the parameter
+        numbers: torch.Tensor,  # to be read
+    ) -> None:
+        "Read one tensor of a parameter."
+        if i < self.n_recorded:
+            self.rows.setdefault(what, {})[i] = tensor_detail(numbers)
+
+    def add_step(
         self,
         i: int,  # number of the parameter
-        old: torch.Tensor,  # the weight before the step
-        weight: torch.Tensor,  # and after it
+        weight: torch.Tensor,  # after the step
+        old: torch.Tensor | None,  # before it; None where there is no copy
         state: dict,  # of the optimizer for this parameter
-    ) -> None:
-        "The sums of a weight and of how far it moved, into the columns of its row."
-        # columns, as `_PARAM_SUMS`: 0 n, 4 to 6 the weight's squares, largest and non-finite, 7 the state's
-        # non-finite, 8 the update's squares; those of the gradient follow from an Adam state only
-        nothing = torch.full((12,), float("nan"), dtype=torch.float64, device=weight.device)
-        out = self.rows.setdefault(i, nothing)
-        for column, t in ((4, readable(weight)), (8, _changed(old, weight))):
-            row = empty_row(weight.device)
-            add_sums(t, row)
-            row = join_pieces(row) if row.ndim == 2 else row
-            out[column] = row[2]
-            if column == 4:
-                out[0], out[5], out[6] = row[0], row[3], row[4]
-        state_tensors = [local(t) for t in tensors_of(state) if t.is_floating_point()]
-        counts = [(~torch.isfinite(t)).sum() for t in state_tensors if t.numel() > 1]
-        out[7] = sum(counts) if counts else 0
-
-    def _details(
-        self,
-        i: int,
-        weight: torch.Tensor,
-        old: torch.Tensor | None,
-        state: dict,
         intended: torch.Tensor | None,  # update that follows from an Adam state; None: see `old`
     ) -> None:
-        "The costly statistics of one parameter, its optimizer state and its update."
-        detail = self.numbered.detail
-        detail("weights", i, readable(weight))
-        for name, keys in (("m", ("exp_avg", "momentum_buffer")), ("v", ("exp_avg_sq", "square_avg", "sum"))):
+        "Read a parameter, its optimizer state and its update."
+        self.add("weights", i, readable(weight))
+        for name, keys in _MOMENTS.items():
             moment = next((state[k] for k in keys if torch.is_tensor(state.get(k))), None)
             if moment is not None:
-                detail(name, i, readable(moment))
+                self.add(name, i, readable(moment))
         before: Any = weight.float() + intended if old is None and intended is not None else old
         update = -_changed(before, weight) if intended is None else intended
-        detail("updates", i, update)
+        self.add("updates", i, update)
         is_exact = intended is not None or weight.dtype in _FULL_PRECISION
-        if is_exact and not weight.is_complex() and i < self.numbered.n_recorded:
-            self.numbered.details.setdefault("lost", {})[i] = count_lost_updates(before, update)
+        if is_exact and not weight.is_complex() and i < self.n_recorded:
+            self.rows.setdefault("lost", {})[i] = count_lost_updates(before, update)
+
+    def take(self) -> dict[str, dict]:
+        "Returns and clears the costly statistics, by kind of tensor and by parameter number."
+        rows, self.rows = self.rows, {}
+        return rows
 
 # %% ../../nbs/api/probe/10_updates.ipynb #10f52eef
-class StepUpdates(_UpdateRows):
+class StepUpdates:
     "The sums of weights, updates and optimizer state of a step."
+
+    def __init__(
+        self,
+        numbers: dict[int, int],  # id of a parameter -> its number
+        details: ParamDetails,  # of the same parameters
+    ):
+        self.numbers, self.details = numbers, details
+        self.rows: dict[int, torch.Tensor] = {}  # by parameter number, as is `old`
+        self.old: dict[int, torch.Tensor] = {}  # weights before the step
 
     def keep(
         self,
@@ -128,8 +155,8 @@ class StepUpdates(_UpdateRows):
     ) -> None:
         "Copies of weights, to see what a step does to them."
         for p in params:
-            if id(p) in self.numbered.at:
-                self.old[self.numbered.at[id(p)]] = local(p.detach()).clone()
+            if id(p) in self.numbers:
+                self.old[self.numbers[id(p)]] = local(p.detach()).clone()
 
     @torch.no_grad()
     def read(
@@ -139,7 +166,7 @@ class StepUpdates(_UpdateRows):
         p: nn.Parameter,  # one of its parameters
     ) -> None:
         "The sums of one parameter after the step."
-        i, weight = self.numbered.at[id(p)], local(p.detach())
+        i, weight = self.numbers[id(p)], local(p.detach())
         state, old = optimizer.state.get(p, {}), self.old.pop(i, None)
         rule = None if weight.is_complex() else _adam_rule(optimizer, group, state)
         if rule is not None:
@@ -151,12 +178,12 @@ class StepUpdates(_UpdateRows):
         if old is not None:
             if i in self.rows and self.rows[i].ndim == 2:
                 self.rows[i] = join_pieces(self.rows[i])
-            self.measure_change(i, old, weight, state)
-        if self.numbered.sampling and (rule is not None or old is not None):
+            self.rows[i] = change_sums(old, weight, state, self.rows.get(i))
+        if self.details.sampling and (rule is not None or old is not None):
             update = None if rule is None else adam_update(weight, state, rule)
-            self._details(i, weight, old, state, update)
+            self.details.add_step(i, weight, old, state, update)
 
     def take(self) -> dict[int, torch.Tensor]:  # rows of sums by parameter number
         "Since the last call. Starts anew."
-        got, self.rows, self.old = self.rows, {}, {}
-        return got
+        rows, self.rows, self.old = self.rows, {}, {}
+        return rows

@@ -17,7 +17,9 @@ import torch
 from stabilitylab.detect.facts.record_steps import loss_bound
 from stabilitylab.detect.limits import count_limit
 from stabilitylab.probe.guard import Guard
-from stabilitylab.probe.params import groups_of
+from stabilitylab.probe.hooks import ModuleRows
+from stabilitylab.probe.optimizers import OptimizerSteps, groups_of, hooked_optimizers
+from stabilitylab.probe.params import ParamProbe
 from stabilitylab.probe.rows import StepRow
 from stabilitylab.probe.warning import EarlyWarning, WarningDetector
 
@@ -30,20 +32,18 @@ class RateCut:
 
     def __init__(
         self,
-        params: Any,  # a `ParamProbe`
+        steps: OptimizerSteps,  # of the model
     ):
-        self.params, self.factor = params, 1.0
+        self.steps, self.factor = steps, 1.0
         self.scheduled: list[tuple[dict, Any]] = []  # groups with the rates that their schedule gave them
-        hooked = [k for k in range(len(params.optimizers)) if k not in params.unhooked]
-        stepping = [o for k in hooked for o in (params.optimizers[k], *params.inner[k])]
         # hooks run in the order of registration: `ParamProbe`'s come first and still see the cut rate
-        self.handles = [o.register_step_post_hook(self._give_back) for o in stepping]
+        self.handles = [o.register_step_post_hook(self._give_back) for o in hooked_optimizers(steps)]
 
     def take(self) -> None:
         "Cut the rates of the step that begins."
         if self.factor == 1 or self.scheduled:
             return
-        for group in [group for o in self.params.optimizers for group in groups_of(o) if "lr" in group]:
+        for group in [group for o in self.steps.optimizers for group in groups_of(o) if "lr" in group]:
             # given back after the step: chainable schedules multiply the group's rate and would keep the cut
             self.scheduled.append((group, group["lr"]))
             group["lr"] = group["lr"] * self.factor
@@ -70,21 +70,21 @@ class WarningAction:
     def __init__(
         self,
         action: str | Callable[[EarlyWarning], Any],  # 'note', 'stop', 'skip' or 'cut_rate', or a function
-        modules: Any,  # a `ModuleProbe` or `NoModules`
-        params: Any,  # a `ParamProbe`
+        modules: ModuleRows,  # of the model
+        params: ParamProbe,  # of the model
         guard: Guard,  # of the recording
         is_alone: bool = True,  # whether no other process trains the same model
     ):
         self.action, self.guard, self.is_alone = action, guard, is_alone
-        recorded = params.params[: params.n_recorded]
-        names = {"module": list(modules.names), "param": params.names[: params.n_recorded]}
-        matrices = np.array([p.ndim > 1 for p in recorded], bool)
-        coarse = np.array([p.dtype in (torch.bfloat16, torch.float16) for p in recorded], bool)
+        numbered, n = params.numbered, params.numbered.n_recorded
+        names = {"module": list(modules.names), "param": numbered.names[:n]}
+        matrices = np.array([p.ndim > 1 for p in numbered.params[:n]], bool)
+        coarse = np.array([p.dtype in (torch.bfloat16, torch.float16) for p in numbered.params[:n]], bool)
         self.detector = WarningDetector(names, matrices, coarse)
         # filled by the writer's thread, emptied by the loop: `append` and `popleft` need no lock
         self.waiting: deque[EarlyWarning] = deque()  # told by the writer's thread, not yet acted upon
         self.skips_next = False
-        self.cut = RateCut(params)
+        self.cut = RateCut(params.steps)
         self.pin: Callable[[int], None] = lambda step: None  # keeps what a replay of the step needs
 
     def see(
@@ -126,7 +126,7 @@ def warning_action(
     is_alone: bool,  # whether no other process trains the same model
 ) -> WarningAction:
     "What a recorder does about warnings, as its options say."
-    modules, params, guard = recorder.modules, recorder.params, recorder.guard
+    modules, params, guard = recorder.modules.rows, recorder.params, recorder.guard
     watch = WarningAction(recorder.options.on_warning, modules, params, guard, is_alone)
     watch.pin = recorder._pin
     return watch
@@ -151,9 +151,9 @@ def raise_bad(
 ) -> None:
     "Stop the run and say where it broke, as the caller asked."
     writer, step = recorder.writer, recorder.n - 1
-    while writer.bad is None and writer.is_busy:
+    while writer.rows.bad is None and writer.is_busy:
         time.sleep(0.01)
-    bad = writer.bad
+    bad = writer.rows.bad
     # a step that the disk was too slow for, or a forward pass without a backward pass, names no place
     if bad is None:
         raise FloatingPointError(f"step {step}: a value is not finite, but the record does not say where")

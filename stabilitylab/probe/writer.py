@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .guard import RECORDING, Guard
-from .rows import StepRow, step_row
+from .rows import StepRow
 from ..run.heads import joined_rows
 
 # %% ../../nbs/api/probe/05_writer.ipynb #5224b95e
@@ -88,37 +87,138 @@ class _Pending:
         self.lost += [row.step for row in self.rows[:-size]]
         self.rows = self.rows[-size:]
 
+# %% ../../nbs/api/probe/05_writer.ipynb #7b1d0c13
+class _Parts:
+    "Writes what is pending as a part when there is enough of it, or when it is time."
+
+    def __init__(self, store: Any, guard: Guard, seconds: float):
+        self.store, self.guard, self.seconds = store, guard, seconds
+        self.pending = _Pending()
+        self.flushed = time.monotonic()  # when something was written
+        self.enough = _ROWS  # steps that make a part
+
+    def beat(self) -> None:
+        "A sign of life while the loop waits, as for another rank."
+        if self.store.world > 1 and not self.pending.rows:
+            with suppress(OSError):  # the disk may refuse it
+                self.store.beat()
+
+    def flush_if_due(
+        self,
+        is_end: bool,  # whether nothing more will come
+    ) -> None:
+        "Write when there is enough or it is time; what the disk refuses is kept and tried again."
+        pending, is_late = self.pending, time.monotonic() - self.flushed > self.seconds
+        is_due = is_end or len(pending.rows) >= self.enough or is_late
+        if not is_due or not (pending.rows or pending.events or pending.lost):
+            return
+        try:
+            pending.write(self.store)
+            self.enough = _ROWS
+        except OSError as error:
+            # a full disk is asked again when it is time, or when as many steps wait as may be in memory
+            self.enough = _WAITING
+            self.guard.note(f"nothing can be written, which is tried again while training goes on: {error}")
+            pending.shorten(_WAITING)
+            if is_end:
+                self.guard.note(f"the last {len(pending.rows)} steps were never written")
+        self.flushed = time.monotonic()
+
+# %% ../../nbs/api/probe/05_writer.ipynb #7b1d0c15
+class StepRows:
+    "Turns the sums of each step into a row of the record, and shows it to those who watch."
+
+    def __init__(
+        self,
+        make: Callable[[dict], StepRow],  # `step_row` of this model
+        pending: _Pending,  # where rows and events wait
+        guard: Guard,  # of the recording
+        on_bad: Callable[[int], None] | None = None,  # called with the step of the first NaN or Inf
+    ):
+        self.make, self.pending, self.guard, self.on_bad = make, pending, guard, on_bad
+        self.on_row: list[Callable[[StepRow], list[tuple]]] = []  # called with each step, give events
+        self.bad: dict | None = None  # the first non-finite value
+
+    def add(
+        self,
+        item: dict,  # the sums of one step
+    ) -> StepRow | None:  # None where it could not be recorded
+        "One step, until it is written."
+        try:
+            row = self.make(item)
+            self.pending.rows.append(row)
+            for see in self.on_row:
+                self.pending.events += self.guard.attempt("early warning", None, see, row) or []
+            if self.bad is None and row.bad is not None:
+                self._report(row, row.bad)
+            return row
+        except Exception as error:
+            self.pending.lost.append(item["step"])
+            self.guard.note(f"a step could not be recorded: {type(error).__name__}: {error}")
+            return None
+
+    def _report(self, row: StepRow, bad: dict) -> None:
+        "Tell of the first non-finite value."
+        self.bad = bad | {"step": row.step}
+        location = f"{bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'})"
+        before = "; ".join(bad["frames"]) or "nothing"
+        text = f"first non-finite value: {location}, {bad['count']} entries; before it: {before}"
+        self.pending.events.append(("error", row.step, text, row.time))
+        if self.on_bad:
+            self.on_bad(row.step)
+
+# %% ../../nbs/api/probe/05_writer.ipynb #7b1d0c21
+def _take(writer: "Writer", item: dict | tuple | None) -> None:
+    "One step or event, until it is written."
+    pending, row = writer.pending, None
+    n_events = len(pending.events)
+    if isinstance(item, tuple) and item:
+        pending.events.append(item)
+    if isinstance(item, dict):
+        row = writer.rows.add(item)
+    if writer.on_item is not None:
+        writer.guard.attempt("reporting", None, writer.on_item, row, pending.events[n_events:])
+
+
+def _take_all(writer: "Writer") -> None:
+    "Take, compute and write until the end; what the thread does."
+    item: dict | tuple | None = ()
+    while item is not None:
+        try:
+            item = writer.work.get(timeout=writer.parts.seconds)
+        except queue.Empty:
+            item = ()
+            writer.parts.beat()
+        try:
+            _take(writer, item)
+            writer.parts.flush_if_due(item is None)
+        except Exception as error:
+            # the thread goes on taking: the end, which `close` puts, must still find it
+            writer.broken = True
+            writer.guard.failed(RECORDING, None, error)
+        if item != ():
+            writer.work.task_done()
+
 # %% ../../nbs/api/probe/05_writer.ipynb #01c8d301
 class Writer:
     "The thread that turns handed-over sums into parts of the record."
 
     def __init__(
         self,
-        store: Any,  # a `LiveStore`
-        modules: Any,  # a `ModuleProbe` or `NoModules`
-        params: Any,  # a `ParamProbe`
+        rows: StepRows,  # of the model
+        parts: _Parts,  # with the same pending rows
         guard: Guard,  # of the recording
-        seconds: float = 5.0,  # longest time before what is there is written, > 0
-        counts: bool = False,  # also write how many entries each statistic is of, to put ranks together
-        only_modules: bool = False,  # leave the parameters to another rank
-        on_bad: Callable[[int, str], None] | None = None,  # called with step and text at the first NaN or Inf
     ):
-        self.store, self.guard, self.seconds, self.on_bad = store, guard, seconds, on_bad
-        self.on_row: list[Callable[[StepRow], list[tuple]]] = []  # called with each step, give events
+        self.rows, self.parts, self.guard, self.pending = rows, parts, guard, parts.pending
         self.on_item: Callable[[StepRow | None, list[tuple]], None] | None = None  # with each step or event
-        self.row_of = partial(
-            step_row, modules=modules, params=params, counts=counts, only_modules=only_modules
-        )
-        self.pending = _Pending()
-        self.bad: dict | None = None  # the first non-finite value
-        self.flushed = time.monotonic()  # when something was written
-        self.enough = _ROWS  # steps that make a part
         self.patience = _PATIENCE  # seconds that the training loop waits for a slow disk
         self.broken = False
         # bounded: each item holds a step's sums, and a disk that hangs must not fill the memory
         self.work: queue.Queue = queue.Queue(maxsize=64)
         # a daemon: a disk that hangs must not keep the program from ending
-        self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
+        self.thread = threading.Thread(
+            target=_take_all, args=(self,), daemon=True, name="stabilitylab-writer"
+        )
         self.thread.start()
 
     def put(
@@ -150,81 +250,3 @@ class Writer:
         self.thread.join(60)
         if self.thread.is_alive():
             self.guard.note("the last steps are still being written and may be lost")
-
-    def _run(self) -> None:
-        "Take, compute, write."
-        item = ()
-        while item is not None:
-            try:
-                item = self.work.get(timeout=self.seconds)
-            except queue.Empty:
-                item = ()
-                self._beat()
-            try:
-                self._take(item)
-                self._flush_if_due(item is None)
-            except Exception as error:
-                # the thread goes on taking: the end, which `close` puts, must still find it
-                self.broken = True
-                self.guard.failed(RECORDING, None, error)
-            if item != ():
-                self.work.task_done()
-
-    def _beat(self) -> None:
-        "A sign of life while the loop waits, as for another rank."
-        if self.store.world > 1 and not self.pending.rows:
-            with suppress(OSError):  # the disk may refuse it
-                self.store.beat()
-
-    def _take(self, item: dict | tuple | None) -> None:
-        "One step or event, until it is written."
-        n_events, row = len(self.pending.events), None
-        if isinstance(item, tuple) and item:
-            self.pending.events.append(item)
-        if isinstance(item, dict):
-            row = self._row(item)
-        if self.on_item is not None:
-            self.guard.attempt("reporting", None, self.on_item, row, self.pending.events[n_events:])
-
-    def _row(self, item: dict) -> StepRow | None:
-        "One step, until it is written; None where it could not be recorded."
-        try:
-            row = self.row_of(item)
-            self.pending.rows.append(row)
-            for see in self.on_row:
-                self.pending.events += self.guard.attempt("early warning", None, see, row) or []
-            if self.bad is None and row.bad is not None:
-                self._report(row, row.bad)
-            return row
-        except Exception as error:
-            self.pending.lost.append(item["step"])
-            self.guard.note(f"a step could not be recorded: {type(error).__name__}: {error}")
-            return None
-
-    def _report(self, row: StepRow, bad: dict) -> None:
-        "Tell of the first non-finite value."
-        self.bad = bad | {"step": row.step}
-        location = f"{bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'})"
-        before = "; ".join(bad["frames"]) or "nothing"
-        text = f"first non-finite value: {location}, {bad['count']} entries; before it: {before}"
-        self.pending.events.append(("error", row.step, text, row.time))
-        if self.on_bad:
-            self.on_bad(row.step, text)
-
-    def _flush_if_due(self, is_end: bool) -> None:
-        "Write when there is enough or it is time; what the disk refuses is kept and tried again."
-        pending, is_late = self.pending, time.monotonic() - self.flushed > self.seconds
-        is_due = is_end or len(pending.rows) >= self.enough or is_late
-        if not is_due or not (pending.rows or pending.events or pending.lost):
-            return
-        try:
-            pending.write(self.store)
-            self.enough = _ROWS
-        except OSError as error:
-            # a full disk is asked again when it is time, or when as many steps wait as may be in memory
-            self.enough = _WAITING
-            self.guard.note(f"nothing can be written, which is tried again while training goes on: {error}")
-            pending.shorten(_WAITING)
-            if is_end:
-                self.guard.note(f"the last {len(pending.rows)} steps were never written")
-        self.flushed = time.monotonic()

@@ -22,6 +22,7 @@ from stabilitylab.replay.retrace import (
     Meter,
     Retraced,
     distance,
+    is_equal,
     recorded_params,
 )
 from .snapshot import Walk
@@ -86,7 +87,7 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     " which no snapshot keeps",
     "outside": "all agrees before step {before}: something changed the model, or the batch, outside of"
     " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again, an"
-    " attribute that the loop sets)",
+    " attribute that the loop sets, another forward pass of a model with spectral norm)",
 }
 
 # %% ../../nbs/api/replay/13_faults.ipynb #26af325c
@@ -187,6 +188,13 @@ def _fault_of_model(facts: StepFacts) -> tuple[str, dict]:
     return ("beside", {"names": some_of(beside)}) if beside else ("model", {})
 
 
+def _is_exact_before(step: Retraced, facts: StepFacts) -> bool:
+    "Whether every step before this one came back to the last bit, so that nothing inside of one differs."
+    earlier = [before for before in facts.way.steps if before.step < step.step]
+    pairs = [(was, before.replayed.get(name)) for before in earlier for name, was in before.recorded.items()]
+    return bool(pairs) and all(is_equal(was, now) for was, now in pairs if now is not None)
+
+
 def _later_loss_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
     "The loss differs after a step in which everything agreed."
     is_small = distance(step.recorded["loss"], step.replayed["loss"]) <= ROUNDING
@@ -199,7 +207,8 @@ def _later_loss_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
     setting = next(filter(None, (other_setting(before, facts) for before in earlier)), None)
     if setting is not None:
         return "setting", setting
-    return ("settings", {"name": "the loss"}) if is_small else ("outside", {"before": step.step})
+    is_inside = is_small and not _is_exact_before(step, facts)
+    return ("settings", {"name": "the loss"}) if is_inside else ("outside", {"before": step.step})
 
 # %% ../../nbs/api/replay/13_faults.ipynb #29b4c840
 def _is_uniform(step: Retraced, name: str, facts: StepFacts) -> bool:
@@ -262,6 +271,11 @@ def _settings_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
     "The update of the same optimizer with the same parameters is another one."
     if setting := other_setting(step, facts):
         return "setting", setting
+    # the norm of the gradient agrees as far as it is compared, and is another number
+    if _is_exact_before(step, facts) and not is_equal(
+        step.recorded.get("grad_norm"), step.replayed["grad_norm"]
+    ):
+        return "outside", {"before": step.step}
     clip = clip_that_fits(step, facts)
     if clip is not None:
         of_setup = "another function" if callable(facts.setup.clip) else facts.setup.clip or "none"

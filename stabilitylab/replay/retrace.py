@@ -17,7 +17,8 @@ import torch
 import xarray as xr
 
 from ..names.errors import InputError
-from ..probe.params import ParamProbe, groups_of
+from ..probe.optimizers import groups_of
+from ..probe.params import ParamProbe
 from ..probe.settings import as_list
 from .snapshot import Walk, saved_snapshot
 from .state import Setup, Snapshot
@@ -95,7 +96,7 @@ class Meter:
             "update_norm": _root(steps, 8) if is_moved else float("nan"),
             "weight_norm": _root(steps, 4) if is_moved else float("nan"),
         }
-        names = self.probe.names
+        names = self.probe.numbered.names
         params = {
             "grad_norm": {names[i]: float(np.sqrt(row[2])) / scale for i, row in grads.items()},
             "update_norm": {names[i]: float(np.sqrt(row[8])) for i, row in steps.items()},

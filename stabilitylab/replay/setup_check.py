@@ -206,8 +206,11 @@ def _first_difference(way: Retrace, allowed: list[float] | None = None) -> tuple
 
 def _may_be_rounding(facts: StepFacts, step: Retraced, name: str) -> bool:
     "Whether a first difference is one that another order of sums can make."
-    is_sum = step is facts.way.steps[0] and name in ("loss", "grad_norm")
-    return facts.is_elsewhere or (is_sum and _apart(step) <= ROUNDING)
+    first = facts.way.steps[0]
+    is_sum = step is first and name in ("loss", "grad_norm") and _apart(step) <= ROUNDING
+    # sums that are equal as far as they are compared, and other numbers: what they lead to grows
+    is_begun = 0 < _apart(first, ("loss", "grad_norm")) <= EQUAL
+    return facts.is_elsewhere or is_sum or (is_begun and name != "lr")
 
 
 def _rounded(facts: StepFacts) -> tuple[str, dict]:

@@ -16,7 +16,7 @@ import torch
 from ..numerics.pytree import batch_alone, map_batch
 from ..probe.blackbox import changed_attributes, plain_attributes, rng_state, set_rng_state
 from ..probe.environment import environment, environment_change
-from ..probe.params import groups_of
+from ..probe.optimizers import groups_of
 from ..probe.settings import as_list
 from stabilitylab.replay.retrace import (
     EQUAL,

@@ -92,9 +92,11 @@ def bytes_read(model, tokens):
 
     Outputs and their gradients, linear inputs not met before, gradients twice, weights and two moments once.
     """
-    from stabilitylab.probe.hooks import ModuleProbe
+    from stabilitylab.probe.guard import Guard
+    from stabilitylab.probe.hooks import BackwardEnd, ModuleProbe
 
-    probe = ModuleProbe(model)
+    probe = ModuleProbe(BackwardEnd(Guard("bench")))
+    probe.hook(model)
     model(tokens, tokens).backward()
     parts, _uses, _order = probe.take()
     probe.remove()

@@ -17,11 +17,14 @@ from ...run.curves import group_of
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #b1c75b40
 def _may_be_cross_entropy(steps: Steps, first_loss: float, chance: float) -> bool:
     """Whether outputs of the last matrix allow such a mean cross-entropy: at most ln(classes) + 2·absmax,
-    and of Gaussian ones of size s, whose classes no label favours, about ln(classes) + s²/2."""
+    and of Gaussian ones of size s, whose classes no label favours, about ln(classes) + s²/2. Of a record
+    without activations only up to twice ln(classes): a loss summed over a batch looks like wide weights."""
     names = [name for name, shape in steps.run.attrs.get("shapes", {}).items() if len(shape) == 2]
     largest = steps.table("activations", "absmax")
     module = names[-1].rpartition(".")[0] if names else ""
-    if largest is None or module not in largest.module.values:
+    if largest is None:
+        return first_loss <= 2 * chance
+    if module not in largest.module.values:
         return True
     logits = float(largest.sel(module=module)[0])
     usual = steps.table("activations", "rms")

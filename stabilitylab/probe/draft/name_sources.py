@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...numerics.pytree import LOOP, tensors_of
+from ...numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
 from .loop_source import Source, root_name, stored_names, value_at
 from .loop_span import function_source
 from .loop_values import LoopValues
@@ -344,7 +344,9 @@ class Keeper:
         "The line that sets a name to a kept value."
         source = self.line_of(name, name, value)
         if source is None:
-            return [], [f"`{name}`, {words}: give it to `recorder.batch`"]
+            is_data = not lost_parts(batch_form(value))
+            advice = "give it to `recorder.batch`" if is_data else "write the line that makes it into `loss`"
+            return [], [f"`{name}`, {words}: {advice}"]
         return [f"{name} = {source}"], []
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #bac5c695
@@ -357,7 +359,9 @@ def _name_lines(name: str, scope: dict[str, Any], value_source: ValueSource) -> 
     "(the line that sets a name, if it needs one; what has no source)."
     source = value_source(name, scope[name]) if name in scope else None
     if source is None:
-        return [], [f"`{name}`, a {type(scope.get(name)).__name__} of the loop"]
+        kind = type(scope.get(name)).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        return [], [f"`{name}`, {article} {kind} of the loop"]
     return [] if source == name else [f"{name} = {source}"], []
 
 

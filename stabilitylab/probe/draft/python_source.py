@@ -39,7 +39,7 @@ from stabilitylab.probe.draft.model_parts import (
 from .name_sources import is_same_model
 from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
 from .trainer_code import peft_source
-from ..params import groups_of
+from ..optimizers import groups_of
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #bc2695c8
 _MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
@@ -58,9 +58,9 @@ class _Imports:
 
     def name_of(
         self,
-        cls: type,  # of something in the draft
+        cls: type | types.FunctionType,  # a class of something in the draft, or a function
     ) -> str | None:
-        "A class by its name, imported; None where no file defines it at its top level."
+        "A class or a function by its name, imported; None where no file defines it at its top level."
         if cls.__module__ == "builtins":
             return cls.__name__
         is_main = cls.__module__ == "__main__"
@@ -152,9 +152,13 @@ class Draft(_Imports):
         return self._container(value) if kind == "plain" else _tensor_source(value)
 
     def _config_writer(self, value: Any) -> Callable[[Any], str | None] | None:
-        "What writes an object of Hugging Face's libraries by its configuration; None for other objects."
+        "What writes a named tuple, or an object of Hugging Face's libraries by its configuration."
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            return self._named_tuple
         if hasattr(value, "to_diff_dict"):
             return self._transformers_config
+        if type(value).__module__.startswith("accelerate.") and hasattr(value, "gradient_state"):
+            return self._accelerator
         return self._diffusers_object if _has_diffusers_config(value) else None
 
     def _keywords(self, arguments: dict) -> list[str] | None:
@@ -177,14 +181,22 @@ class Draft(_Imports):
         return None if name is None else f"{name}.{value.name}"
 
     def _partial(self, value: functools.partial) -> str | None:
-        "A class with some of its arguments, as Hydra makes one of an optimizer."
-        if value.args or not isinstance(value.func, type):
-            return None
-        name, words = self.name_of(value.func), self._keywords(value.keywords)
-        if name is None or words is None:
+        "A class or a function with some of its arguments, such as a schedule of noise levels."
+        name, words = self._importable(value.func), self._keywords(value.keywords)
+        parts = [self.literal(part) for part in value.args]
+        sources = [part for part in parts if part is not None]
+        if name is None or words is None or len(sources) < len(parts):
             return None
         self.imports.add("import functools")
-        return f"functools.partial({', '.join([name, *words])})"
+        return f"functools.partial({', '.join([name, *sources, *words])})"
+
+    def _importable(self, value: Any) -> str | None:
+        "A class, or a function at the top level of a module, by its name; None for anything else."
+        if isinstance(value, type):
+            return self.name_of(value)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        is_found = getattr(module, getattr(value, "__qualname__", ""), None) is value
+        return self.name_of(value) if is_found and isinstance(value, types.FunctionType) else None
 
     def _container(self, value: Any) -> str | None:
         "A plain container of values that have a source."
@@ -195,6 +207,15 @@ class Draft(_Imports):
         keys = [part for part in of_keys if part is not None]
         is_whole = len(sources) == len(parts) and len(keys) == len(of_keys)
         return _container_text(value, sources, keys) if is_whole else None
+
+    def _named_tuple(self, value: Any) -> str | None:
+        "A named tuple by its fields."
+        return self.construct(type(value), value._asdict())
+
+    def _accelerator(self, value: Any) -> str | None:
+        "An Accelerator by what changes a step."
+        names = ("mixed_precision", "gradient_accumulation_steps")
+        return self.construct(type(value), {name: getattr(value, name) for name in names})
 
     def _diffusers_object(self, value: Any) -> str | None:
         "An object of diffusers by its configuration."
