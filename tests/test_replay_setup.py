@@ -728,7 +728,7 @@ def test_a_model_that_was_compiled_before_is_recorded_and_replayed_under_its_own
     run = loop(tmp_path / "run", order, wrapped=compiled)
     tree = opened(run).run
     assert tree["activations"].rms.notnull().all()
-    assert list(tree["gradients"].layer.values) == [name for name, _ in Net().named_parameters()]
+    assert list(tree["gradients"].param.values) == [name for name, _ in Net().named_parameters()]
     assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact
 
 

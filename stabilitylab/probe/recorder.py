@@ -33,7 +33,7 @@ from .optimizers import groups_of
 from .params import UPDATES, ParamProbe
 from .routers import RouterProbe
 from .rows import step_row
-from .scalars import LossScale, StepLoss, clean_scalars
+from .scalars import LossScale, StepLoss, clean_scalars, note_loss_input
 from stabilitylab.probe.settings import (
     LEVELS,
     RecorderOptions,
@@ -65,7 +65,7 @@ class Recorder:
 
     def __init__(
         self,
-        model: torch.nn.Module,  # the model, before torch.compile
+        model: torch.nn.Module,  # the model; of one from torch.compile, before its first call
         optimizer: Any,  # optimizer of the model, of any class, or a list of them
         path: str | Path,  # folder of the record; an older record there is continued as a new segment
         **options: Any,  # fields of `RecorderOptions`
@@ -181,6 +181,9 @@ class Recorder:
             self.guard.note(_A_NUMBER)
             loss = None
         values = ({} if loss is None else {"loss": loss}) | scalars
+        if self.n == self.options.first_step:
+            seen = [*values.values(), *sys._getframe(1).f_locals.values()]
+            self.guard.attempt("the graph of the loss", None, note_loss_input, self.guard, seen)
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, elapsed, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
@@ -468,8 +471,8 @@ def _step_scalars(
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #0db68773
 _COMPILED = (
-    "the model was compiled and called before the Recorder was there; make the Recorder before the first call of"
-    " the model; parameters are recorded"
+    "the model was compiled and called before the Recorder was there; make the Recorder before the first"
+    " call; parameters are recorded"
 )
 
 
