@@ -247,15 +247,14 @@ def _of_inputs(steps: Steps) -> RunFacts:
 
 
 def _of_rate(steps: Steps) -> RunFacts:
-    "Since when the learning rate is next to nothing, as a share of the steps."
-    if not len(steps.lr) or not np.nanmax(np.append(steps.lr, 0)) > 0:
+    "Since when the learning rate and the updates are next to nothing, as a share of the steps."
+    n = len(steps.lr)
+    if n < limit("short_records") or len(steps.update) != n or not np.nanmax(np.append(steps.lr, 0)) > 0:
         return {}
-    is_there = np.flatnonzero(steps.lr > _RATE_GONE * np.nanmax(steps.lr))
-    at = int(is_there[-1]) + 1
-    if at == len(steps.lr) or len(steps.lr) < limit("short_records"):
+    at = int(np.flatnonzero(steps.lr > _RATE_GONE * np.nanmax(steps.lr))[-1]) + 1
+    if at == n or not np.nanmedian(steps.update[at:]) < _RATE_GONE * np.nanmax(steps.update[:at]):
         return {}
-    share = float(np.isfinite(steps.lr[at:]).sum() / len(steps.lr))
-    return {"rate_gone": (share, steps.step[at]), "rate_end": (float(steps.lr[at]), steps.step[at])}
+    return {"rate_gone": (1 - at / n, steps.step[at]), "rate_end": (float(steps.lr[at]), steps.step[at])}
 
 
 def _of_weights(steps: Steps) -> RunFacts:
