@@ -182,8 +182,8 @@ class Recorder:
             loss = None
         values = ({} if loss is None else {"loss": loss}) | scalars
         if self.n == self.options.first_step:
-            seen = [*values.values(), *sys._getframe(1).f_locals.values()]
-            self.guard.attempt("the graph of the loss", None, note_loss_input, self.guard, seen)
+            loop_values = [*values.values(), *sys._getframe(1).f_locals.values()]
+            self.guard.attempt("the graph of the loss", None, note_loss_input, self.guard, loop_values)
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, elapsed, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n

@@ -139,9 +139,9 @@ def takes_probabilities(
     loss: torch.Tensor,  # with a graph, which may have been freed
 ) -> bool:
     "Whether a cross-entropy of logits was given what a softmax or a sigmoid made."
-    waiting, seen = [loss.grad_fn], 0
-    while waiting and seen < _NODES:
-        node, seen = waiting.pop(0), seen + 1
+    waiting, n_visited = [loss.grad_fn], 0
+    while waiting and n_visited < _NODES:
+        node, n_visited = waiting.pop(0), n_visited + 1
         inputs = [] if node is None else [child for child, _ in node.next_functions]
         if node is not None and node.name() in _ON_LOGITS:
             source = inputs[0]
