@@ -98,10 +98,12 @@ def gradient_stands(
     return bool((total[row:] < limit("threefold") * total[:row].max()).all())
 
 
-def _is_awakening(run: xr.DataTree, step: int) -> bool:
+def _is_awakening(run: xr.DataTree, step: int | None) -> bool:
     "Whether gradients grow from a step on in some modules alone, as behind layers that begin at zero."
     gradients = group_of(run, "gradients", "grad_norm", min_steps=count_limit("least_records"))
-    rows = [] if gradients is None else np.flatnonzero(gradients.step.values == step)
+    if gradients is None:
+        return False
+    rows = np.flatnonzero(gradients.step.values == step)
     return len(rows) > 0 and rows[0] > 0 and gradient_stands(gradients.grad_norm.values, rows[0])
 
 
