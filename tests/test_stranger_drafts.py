@@ -369,6 +369,53 @@ def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkey
     assert result.samples.attrs["draws"]  # a sample alone is given noise of its own
 
 
+class Normed(nn.Module):
+    "A layer with spectral norm: each pass moves the vector of its power iteration."
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = nn.Linear(width, width)
+        self.weight_u = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x):
+        weight = self.body.weight
+        with torch.no_grad():
+            self.weight_u.copy_(nn.functional.normalize(weight @ (weight.T @ self.weight_u), dim=0))
+        return nn.functional.linear(x, weight / (weight.T @ self.weight_u).norm(), self.body.bias)
+
+
+class Play:
+    "A trainer that runs its generator once more before the batch, as for the step of a discriminator."
+
+    def __init__(self, generator):
+        self.generator, self.step = generator, torch.optim.SGD(generator.parameters(), lr=0.1)
+
+    def epoch(self, data, recorder):
+        for noise in data:
+            with torch.no_grad():
+                self.generator(2 * noise)
+            noise = recorder.batch(noise)
+            loss = (self.generator(noise) - 1).square().mean()
+            self.step.zero_grad()
+            loss.backward()
+            self.step.step()
+            recorder.step(loss)
+
+
+def test_vectors_of_a_spectral_norm_that_passes_between_steps_move_are_kept(tmp_path, monkeypatch):
+    "A GAN's generator is run for its discriminator, too: replays were exact at snapshots alone."
+    here = sys.modules[__name__]
+    torch.manual_seed(0)
+    play = Play(Normed())
+    with Recorder(play.generator, play.step, tmp_path / "run", snapshot_every=4) as recorder:
+        play.epoch(torch.randn(8, 3, 4), recorder)
+    monkeypatch.setitem(sys.modules, __name__, here)
+    result = examine(tmp_path / "run", 7, swap=False)
+    assert result.exact and result.check.is_step and result.check.fault == ""
+    check = {each.name: each.recorded for each in result.check.checks}
+    assert result.to_dict()["update_norm"] == pytest.approx(check["update_norm"])
+
+
 def test_packages_of_a_folder_in_the_path_are_not_imported_again(tmp_path, monkeypatch):
     "A trial loads a setup several times: a package with C code beside the program failed at the second."
     (tmp_path / "site").mkdir()

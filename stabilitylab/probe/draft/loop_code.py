@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...numerics.modes import dropout_shares
-from ...numerics.pytree import tensors_of
+from ...numerics.pytree import LOOP, tensors_of
 from stabilitylab.probe.draft.loop_setup import (
     clip_code,
     clips_nothing,
@@ -28,8 +28,8 @@ from stabilitylab.probe.draft.loop_setup import (
     scale_of_clipped,
 )
 from .loop_source import relevant, root_name, settled, stored_names, value_at
-from .loop_span import LoopSpan, loop_span
-from .loop_values import LoopValues, tensor_to_keep
+from .loop_span import LoopSpan, loop_span, passes_outside
+from .loop_values import OWN_VECTORS, LoopValues, power_vectors, tensor_to_keep
 from .model_parts import assembled_source
 from stabilitylab.probe.draft.name_sources import (
     Keeper,
@@ -171,6 +171,7 @@ def loop_code(
     span = loop_span(frame, recorder)
     if span is None:
         return None
+    passes = passes_outside(span, frame, model)
     named = _Localize(span.statements, span.scope, model)
     span.statements[:] = [named.visit(statement) for statement in span.statements]
     span.loss = named.visit(span.loss)
@@ -191,6 +192,10 @@ def loop_code(
         body, dict(span.scope), model, value_source, named_parts, parts, span.loops, keeper
     )
     expressions = keeper.values.expressions
+    if passes and power_vectors(model):
+        expressions[OWN_VECTORS] = passes[0]
+        value_source.draft.imports.add("from stabilitylab.probe.draft.loop_values import give_vectors")
+        lines[:0] = [f"give_vectors(model, {LOOP}[{OWN_VECTORS!r}])"]
     lines[:0] = getattr(value_source, "makers", [])
     clip = clip_code(span.source, span.scope, model, value_source)
     if clip is not None and "clip_scaled" in clip:
