@@ -274,6 +274,16 @@ def update_rms(peak, entries=8192, crossings=1):
     return len(found[0].evidence["steps"]) if found else 0
 
 
+@pytest.mark.parametrize(("whole", "severity"), [(1.0, "info"), (9.0, "warning")])
+def test_gradients_behind_a_layer_that_begins_at_zero_grow_without_harm(whole, severity):
+    "A diffusion transformer learned: 13 times the early gradient of its first layer, of a norm that shrank."
+    late = np.arange(60)[:, None] >= 40
+    activations = columns("module", ["patch_in"], grad_absmax=1e-5 * np.where(late, 14.0, 1.0))
+    gradients = columns("param", ["head.weight"], grad_norm=np.where(late, whole, 1.0))
+    run = run_of(groups={"activations": activations, "gradients": gradients})
+    assert [(f.onset, f.severity) for f in find_activation_explosion(run)] == [(40, severity)]
+
+
 def test_the_ceiling_of_rms_is_that_of_the_step_not_of_the_row():
     group = columns("param", ["w"], update_rms=np.full((50, 1), 3.0))
     group = group.assign_coords(step=1000 + 10 * group.step)

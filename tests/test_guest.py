@@ -23,7 +23,7 @@ from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
 ROOMS = "blackbox detail hooks kinds optimizers params recorder retention rows scalars settings slots stats"
-INSIDE = [*ROOMS.split(" "), "updates", "writer"]
+INSIDE = [*ROOMS.split(" "), "updates", "writer", "probes"]
 # the contract itself: what the user calls, and the guard that everything else stands behind
 OUTSIDE = {"Recorder.__init__", "Recorder.__enter__", "Recorder.__exit__", "Recorder.step", "Recorder.batch"}
 OUTSIDE |= {
@@ -34,7 +34,6 @@ OUTSIDE |= {
     "RecorderOptions.__post_init__",
 }
 OUTSIDE |= {"Level.__init__", "read_entry", "pack_batches"}  # not while a program trains
-OUTSIDE |= {"LossScale.__init__"}  # when the recorder is made
 OUTSIDE |= {"SkippedSteps._hold_safely", "SkippedSteps._release_safely", "StepLoss._look_safely"}
 OUTSIDE |= {"kernel"}
 

@@ -808,8 +808,7 @@ def test_a_new_environment_is_told(tmp_path, monkeypatch):
         if k != 2:
             rec.__exit__(None, None, None)
         else:
-            rec.modules.remove()
-            rec.params.remove()
+            rec.probes.remove()
             rec.writer.close()
             rec.store.lock.close()
     found = diagnose(open_run(tmp_path / "r")).of("environment_change")

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
@@ -34,6 +36,7 @@ from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.user_code import function_at, theirs
 from stabilitylab.run.curves import CLIPPED_SCALED, TRAINED_BESIDE
+from stabilitylab.run.record import open_run
 
 
 class Actor(nn.Module):
@@ -369,6 +372,53 @@ def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkey
     assert result.samples.attrs["draws"]  # a sample alone is given noise of its own
 
 
+class Normed(nn.Module):
+    "A layer with spectral norm: each pass moves the vector of its power iteration."
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = nn.Linear(width, width)
+        self.weight_u = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x):
+        weight = self.body.weight
+        with torch.no_grad():
+            self.weight_u.copy_(nn.functional.normalize(weight @ (weight.T @ self.weight_u), dim=0))
+        return nn.functional.linear(x, weight / (weight.T @ self.weight_u).norm(), self.body.bias)
+
+
+class Play:
+    "A trainer that runs its generator once more before the batch, as for the step of a discriminator."
+
+    def __init__(self, generator):
+        self.generator, self.step = generator, torch.optim.SGD(generator.parameters(), lr=0.1)
+
+    def epoch(self, data, recorder):
+        for noise in data:
+            with torch.no_grad():
+                self.generator(2 * noise)
+            noise = recorder.batch(noise)
+            loss = (self.generator(noise) - 1).square().mean()
+            self.step.zero_grad()
+            loss.backward()
+            self.step.step()
+            recorder.step(loss)
+
+
+def test_vectors_of_a_spectral_norm_that_passes_between_steps_move_are_kept(tmp_path, monkeypatch):
+    "A GAN's generator is run for its discriminator, too: replays were exact at snapshots alone."
+    here = sys.modules[__name__]
+    torch.manual_seed(0)
+    play = Play(Normed())
+    with Recorder(play.generator, play.step, tmp_path / "run", snapshot_every=4) as recorder:
+        play.epoch(torch.randn(8, 3, 4), recorder)
+    monkeypatch.setitem(sys.modules, __name__, here)
+    result = examine(tmp_path / "run", 7, swap=False)
+    assert result.exact and result.check.is_step and result.check.fault == ""
+    check = {each.name: each.recorded for each in result.check.checks}
+    assert result.to_dict()["update_norm"] == pytest.approx(check["update_norm"])
+
+
 def test_packages_of_a_folder_in_the_path_are_not_imported_again(tmp_path, monkeypatch):
     "A trial loads a setup several times: a package with C code beside the program failed at the second."
     (tmp_path / "site").mkdir()
@@ -560,12 +610,46 @@ def test_another_network_that_the_loop_trains_and_scaled_clipping_are_noted():
     source = Source(ast.parse(SCALED_LOOP.format(unscale="pass")).body, scope, 2)
     notes = []
     recorder = SimpleNamespace(guard=SimpleNamespace(note=lambda text, aloud=True: notes.append(text)))
-    span, kept = SimpleNamespace(source=source, scope=scope), {"c": "critic", "t": "teacher"}
+    span = SimpleNamespace(source=source, scope=scope, loss=ast.Constant(0), statements=[])
+    kept = {"c": "critic", "t": "teacher"}
     loop_code._note_faults(span, recorder, model, kept)
     assert notes[0].startswith(CLIPPED_SCALED) and notes[1:] == [f"{TRAINED_BESIDE}: critic"]
     scope["second"].add_param_group({"params": list(model.parameters())})  # one loss of both
     loop_code._note_faults(span, recorder, model, kept)
     assert len(notes) == 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_below"),
+    [
+        ("cost(model(x).softmax(1), y)", True),
+        ("nn.functional.nll_loss(model(x).softmax(1), y)", True),
+        ("cost(model(x).log_softmax(1), y)", False),
+        ("cost(model(x).log_softmax(1), y) - 9", False),  # below 0, and nothing forbids it
+        ("nn.functional.mse_loss(model(x)[:, 0], y.float()) - 9", False),
+    ],
+)
+def test_a_likelihood_of_probabilities_that_are_no_logarithms_is_the_cause(
+    tmp_path, monkeypatch, loss, is_below
+):
+    "A speaker recognizer gave `softmax` to NLLLoss: it learned slowly, and nothing was told."
+    (tmp_path / "loop.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def train(model, optimizer, cost, recorder):\n"
+        "    for _ in range(12):\n"
+        "        x, y = recorder.batch((torch.randn(8, 4), torch.randint(0, 3, (8,))))\n"
+        f"        loss = {loss}\n"
+        "        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()\n"
+        "        recorder.step(loss)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("loop", None)
+    loop, model = importlib.import_module("loop"), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=5) as recorder:
+        loop.train(model, optimizer, nn.NLLLoss(), recorder)
+    causes = ranked_causes(diagnose(open_run(tmp_path / "run")).attrs["evidence"])
+    assert ("no_log_probabilities" in [cause.id for cause in causes]) is is_below
 
 
 def test_a_network_that_steps_between_the_batch_and_the_backward_pass_is_named(tmp_path):

@@ -302,7 +302,7 @@ def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
 
 def _risen(f: Finding) -> str:
     "The severity of a sign that a loss event followed."
-    return "warning" if f.severity == "info" and f.kind == "grad_norm_explosion" else f.severity
+    return "warning" if f.severity == "info" and f.kind in _GROWING else f.severity
 
 
 def layer_leads(

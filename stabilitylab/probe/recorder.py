@@ -8,7 +8,6 @@ __all__ = ['Recorder']
 # %% ../../nbs/api/probe/06_recorder.ipynb #ad89dd25
 import atexit
 import os
-import re
 import sys
 import time
 import weakref
@@ -21,22 +20,15 @@ from typing import Any
 import torch
 
 from ..names.errors import InputError
-from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
 from .checks.vocabulary import fault_words, weight_faults
 from .draft.loop_values import with_loop_values
 from .draft.setup_template import write_setup
-from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
-from .hooks import OUTPUTS, BackwardEnd, ModuleProbe
-from .kinds import module_kinds
-from .optimizers import groups_of
-from .params import UPDATES, ParamProbe
-from .routers import RouterProbe
+from .guard import RECORDING, REPLAYED, Guard, warn_safely
+from .probes import Probes, step_scalars, take_step
 from .rows import step_row
-from .scalars import LossScale, StepLoss, clean_scalars, note_loss_input
+from .scalars import StepClock, note_loss_input
 from stabilitylab.probe.settings import (
-    LEVELS,
-    RecorderOptions,
     as_list,
     attrs_of,
     model_itself,
@@ -47,14 +39,12 @@ from stabilitylab.probe.settings import (
     this_rank,
     writes_parameters,
 )
-from .stats import has_bad, stack_rows, to_host, when_ready
-from .step_gradients import KeptGradients, SkippedSteps
 from .trackers import Reports
 from stabilitylab.probe.warning_action import (
     LossJumps,
     WarningAction,
-    pull_triggers,
-    raise_bad,
+    bad_value,
+    is_triggered,
     warning_action,
 )
 from .writer import StepRows, Writer, _Parts
@@ -72,38 +62,26 @@ class Recorder:
     ):
         self.options = recorder_options(options)
         self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
-        self.guard = Guard(str(path), self.options.first_step)
-        self.n, self.pid = self.options.first_step, os.getpid()  # the step that comes next
-        self.micro = 0  # micro-batches of it so far
-        self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
-        self.is_open = False
-        self.begin = time.perf_counter()  # when the step began
-        self.batch_at: float | None = None  # when the first batch of the step was there
-        self.is_spread = False  # whether other processes record the same run
+        self.guard, self.pid = Guard(str(path), self.options.first_step), os.getpid()
+        self.n, self.micro = self.options.first_step, 0  # step that comes next; its micro-batches so far
+        self.is_open = self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
-        # modules met in a whole graph, and inside a transform, so far
-        self.graphs, self.transformed = whole_graphs[0], transformed[0]
-        self.clip: float | str | None = None  # largest gradient norm, or "None", where a framework says it
-        self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
-        self.trainer: Any = None  # of Hugging Face, where it computes its own loss
+        # where a framework says it: largest gradient norm, or "None"; number format of its autocast; the
+        # trainer of Hugging Face, where it computes its own loss; by what its loss is divided
+        self.clip: float | str | None = None
+        self.autocast: torch.dtype | None = None
+        self.trainer: Any = None
+        self.share = 1
         self.loop_values: dict[str, str] = {}  # values of the loop that its loss needs: name -> expression
-        self.share = 1  # by what a framework divides the loss of each micro-batch
-        self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered
-        self.backward: Any = None
-        self.modules: Any = None
-        self.params: Any = None
-        self.skips: SkippedSteps | None = None  # also where steps are not skipped
-        self.clearing: KeptGradients | None = None  # also where ranks train together
-        self.watch: WarningAction | None = None  # also where no warning is asked for
-        self.reports: Reports | None = None  # also where nothing is reported
-        self.own_loss: Any = None
-        self.attention: Any = None
-        self.routers: RouterProbe | None = None
-        self.box: BlackBox | None = None  # also without snapshots
+        self.clock: Any = None
+        self.probes: Any = None
         self.store: Any = None
         self.writer: Any = None
-        self.at_exit: Any = None  # what runs when the program ends
+        self.at_exit: Any = None
+        self.box: BlackBox | None = None  # also without snapshots
+        self.watch: WarningAction | None = None  # also where no warning is asked for
+        self.reports: Reports | None = None  # also where nothing is reported
 
     @property
     def off(self) -> str | None:
@@ -122,15 +100,11 @@ class Recorder:
                 f"`{self.path}` is being replayed, and importing the script began its training; put the loop"
                 ' under `if __name__ == "__main__":`'
             )
-        self.is_open, self.begin = True, time.perf_counter()
+        self.is_open = True
         try:
             _open(self, model_itself(self.model))
-        except (OSError, InputError) as error:
-            self._give_up(f"nothing is recorded, training goes on: {error}")
-        except torch.distributed.DistStoreError:
-            self._give_up("nothing is recorded on this rank, training goes on: rank 0 has no Recorder")
         except Exception as error:
-            self._give_up(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
+            _give_up(self, f"nothing is recorded{_why_not(error)}")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -138,29 +112,17 @@ class Recorder:
         try:
             _close(self, kind, error)
         except Exception as fault:
-            warn_safely(
-                f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}"
-            )
+            text = f"the record stays in parts, open_run reads them: {fault}"
+            warn_safely(f"Recorder({str(self.path)!r}): {text}")
 
     def batch(
         self,
         batch: Any,  # input of the next forward pass; nested tensors
     ) -> Any:
         "Saves a batch and the random state for replay, and returns it; call it before each forward pass."
-        self.batch_at = self.batch_at or time.perf_counter()
-        if self.box is not None and self.off is None:
-            if not self.is_drafted:
-                self.is_drafted = True
-                self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
-            self.guard.attempt(_BOX, None, self._keep, batch, sys._getframe(1))
+        self.guard.attempt(RECORDING, None, _take_batch, self, batch, sys._getframe(1))
         self.micro += 1
         return batch
-
-    def _keep(self, batch: Any, frame: FrameType) -> None:
-        "Keep a batch with the values of the loop that its loss needs."
-        names = {**frame.f_globals, **frame.f_locals} if self.loop_values else {}
-        if self.box is not None:
-            self.box.batch(with_loop_values(batch, self.loop_values, names), self.n, self.micro)
 
     def step(
         self,
@@ -170,152 +132,53 @@ class Recorder:
     ) -> None:
         "Ends one optimizer step in the record; call it after `optimizer.step()`."
         if not self.is_open:
-            self.guard.note(
-                "`step` came before `with`: the hooks are put in place now, this step has no layers"
-            )
+            self.guard.note(_NOT_ENTERED)
             self.__enter__()
-        if self.options.snapshot_every and not self.micro and self.n == self.options.first_step:
-            self.guard.note(_NO_BATCH)
-        elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
-        if isinstance(loss, Integral):
-            self.guard.note(_A_NUMBER)
-            loss = None
-        values = ({} if loss is None else {"loss": loss}) | scalars
-        if self.n == self.options.first_step:
-            loop_values = [*values.values(), *sys._getframe(1).f_locals.values()]
-            self.guard.attempt("the graph of the loss", None, note_loss_input, self.guard, loop_values)
-        is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, elapsed, values)
+        values = _step_values(self, loss, scalars, sys._getframe(1))
+        is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
-        self.guard.attempt(RECORDING, None, self._sample)
+        self.guard.attempt(RECORDING, None, _begin_step, self)
         if self.off is not None:
-            self._give_up(self.off)
+            _give_up(self, self.off)
         if is_bad:
-            raise_bad(self)
+            raise FloatingPointError(f"step {self.n - 1}: {bad_value(self.writer)}")
         warning = None if self.watch is None else self.guard.attempt(RECORDING, None, self.watch.act)
         if warning is not None:
             raise RuntimeError(f"stopped by a warning of step {warning.step}: {warning.words()}")
 
-    def _sample(self) -> None:
-        "Decide whether the step that begins takes the costly statistics."
-        every = 1 if self.options.level == "full" else self.options.every_n
-        is_due = self.sample_next or bool(every and self.n % every == 0)
-        self.attention.begin_step(self.n, self.sample_next)
-        self.sample_next = False
-        is_sampled = is_due and self.off is None
-        self.modules.slots.sampling = self.params.reader.details.sampling = is_sampled
-
-    def _after_backward(self) -> None:
-        "At the end of each backward pass."
-        if self.off is None:
-            self.params.after_backward()
-            self.scale.read()
-
-    def _before_optimizer(self) -> None:
-        "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
-        if self.watch is not None:
-            self.watch.cut.take()
-        if self.box is not None:
-            self.guard.attempt(_BOX, None, self.box.settings, self.n)
-        if self.scale.find() and self.box is not None:
-            self.box.scaler = self.scale.scaler
-
-    def _pin(self, step: int) -> None:
-        "Look closer at the next step, and keep what a replay of this one needs."
-        self.sample_next = True
-        if self.box is not None:
-            self.guard.attempt(_BOX, None, self.box.trigger, step)
-
-    def _give_up(self, why: str) -> None:
-        "Say why nothing is recorded, and leave the model alone."
-        self.guard.stop(why)
-        try:
-            _unhook(self)
-        except Exception as error:
-            self.guard.note(f"hooks that do nothing may be left: {error}")
-
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
-_BOX, _ROUTERS = "the black box", "routers"  # the kinds of statistics that they stand for
-_A_NUMBER = (
-    "`step` was given a whole number, which is left out: it takes the loss, as in `recorder.step(loss)`, and"
-    " counts the steps by itself"
-)
-_NO_BATCH = (
-    "no batch was handed over in the first step, so it cannot be replayed: "
-    "call `recorder.batch(batch)` before each forward pass"
-)
+_BOX = "the black box"  # the kind of statistics that it stands for
 
 
 def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     "Hooks, store, writer and black box, made one after the other."
     guard, options = recorder.guard, recorder.options
-    recorder.backward = BackwardEnd(guard)
-    recorder.modules = ModuleProbe(recorder.backward, LEVELS[options.level].backward)
-    guard.attempt(OUTPUTS, None, _hook_modules, recorder.modules, model, options)
-    params = ParamProbe(model, recorder.optimizers, options.kinds, LEVELS[options.level].updates, guard)
-    recorder.params, params.before_step = params, recorder._before_optimizer
-    recorder.backward.function = recorder._after_backward
-    params.watch_arrivals(recorder.backward.begin)
-    if options.on_nonfinite == "skip":
-        recorder.skips = SkippedSteps(params, guard)
+    recorder.clock = StepClock()
+    probes = recorder.probes = Probes(model, recorder.optimizers, options, guard)
+    probes.params.before_step = partial(_before_optimizer, recorder)
+    probes.unseen.is_compiled = hasattr(recorder.model, "_orig_mod")
     _open_record(recorder, model)
-    if not recorder.is_spread:  # a wrapper may keep gradients elsewhere
-        recorder.clearing = guard.attempt("kept gradients", None, KeptGradients, params, guard)
-    recorder.own_loss = guard.attempt("the model's own loss", None, StepLoss, model, guard)
-    recorder.attention = AttentionRecording(model, options.attention_every, guard)
-    recorder.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, options.kinds, guard)
-    recorder._sample()
+    if options.snapshot_every:
+        recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model)
+    if recorder.box is not None:
+        recorder.writer.rows.on_row.append(LossJumps(recorder.box.keep).see)
+    _begin_step(recorder)
     # weak: `atexit` would else keep model and optimizer alive to the end of the program
     recorder.at_exit = partial(_finish_at_exit, weakref.ref(recorder))
     atexit.register(recorder.at_exit)
 
 
-def _hook_modules(modules: ModuleProbe, model: torch.nn.Module, options: RecorderOptions) -> None:
-    "Put the module hooks of the chosen level in place."
-    level, select, kinds = LEVELS[options.level], options.select, options.kinds
-    if level.kinds and select is None:
-        names = [name for name, (kind, _) in module_kinds(model, kinds).items() if kind in level.kinds]
-        select = f"^({'|'.join(map(re.escape, names))})$" if names else None
-    modules.hook(model, select, kinds, level.inputs)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #3bd38fb0
-def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
-    "The store, its writer and the black box."
-    rank, modules, params, guard = (
-        this_rank(),
-        recorder.modules.rows,
-        recorder.params.numbered,
-        recorder.guard,
-    )
-    only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
-    recorder.is_spread = is_spread
-    attrs = attrs_of(params, rank.world)
-    tables = record_tables(modules, params, only_modules)
-    store = recorder.store = open_store(recorder.path, tables, attrs, rank)
-    parts = _Parts(store, guard, recorder.options.flush_seconds)
-    make = partial(step_row, modules=modules, params=params, counts=is_spread, only_modules=only_modules)
-    rows = StepRows(make, parts.pending, guard, recorder._pin)
-    recorder.writer = Writer(rows, parts, guard)
-    if recorder.options.on_warning is not None and not rank.number:
-        recorder.watch = guard.attempt("early warning", None, warning_action, recorder, not is_spread)
-        rows.on_row += [] if recorder.watch is None else [recorder.watch.see]
-    if recorder.options.report_to is not None and not rank.number:
-        recorder.reports = guard.attempt("reporting", None, Reports, recorder)
-        recorder.writer.on_item = None if recorder.reports is None else recorder.reports.see
-    if not rank.number:
-        for event in opening_events(store, attrs, params, recorder.n):
-            recorder.writer.put(event)
-        faults = guard.attempt("the weights at the start", None, weight_faults, model)
-        for fault in [] if faults is None else faults.to_dict("records"):
-            text = f"weight at the start: {fault_words(fault)}"
-            recorder.writer.put(("note", recorder.n, text, time.time()))
-    if recorder.options.snapshot_every:
-        recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model, rank.number)
-        if recorder.box is not None:
-            rows.on_row.append(LossJumps(recorder.box.keep).see)
+def _why_not(error: Exception) -> str:
+    "What stands in the way of a recording."
+    if isinstance(error, OSError | InputError):
+        return f", training goes on: {error}"
+    if isinstance(error, torch.distributed.DistStoreError):
+        return " on this rank, training goes on: rank 0 has no Recorder"
+    return f", training goes on: {type(error).__name__}: {error}"
 
 
-def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBox:
+def _black_box(recorder: Recorder, model: torch.nn.Module) -> BlackBox:
     "Where batches and snapshots go."
     options = recorder.options
     limits = BoxLimits(
@@ -324,25 +187,64 @@ def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBo
         max_bytes=options.max_box_bytes,
         old=options.old_snapshots,
     )
-    optimizers, scaler = recorder.params.steps.optimizers, recorder.scale.scaler
-    return BlackBox(recorder.path, model, optimizers, scaler, limits, recorder.guard.note, rank)
+    optimizers, scaler = recorder.probes.params.steps.optimizers, recorder.probes.scale.scaler
+    return BlackBox(recorder.path, model, optimizers, scaler, limits, recorder.guard.note, this_rank().number)
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #3bd38fb0
+def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
+    "The store, its writer, and what is told of each step as it is written."
+    rank, guard, options = this_rank(), recorder.guard, recorder.options
+    modules, params = recorder.probes.modules.rows, recorder.probes.params.numbered
+    only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
+    attrs = attrs_of(params, rank.world)
+    store = recorder.store = open_store(
+        recorder.path, record_tables(modules, params, only_modules), attrs, rank
+    )
+    parts = _Parts(store, guard, options.flush_seconds)
+    make = partial(step_row, modules=modules, params=params, counts=is_spread, only_modules=only_modules)
+    rows = StepRows(make, parts.pending, guard, partial(_pin, recorder))
+    recorder.writer = Writer(rows, parts, guard)
+    if rank.number:
+        return
+    if options.on_warning is not None:
+        pin = partial(_pin, recorder)
+        recorder.watch = guard.attempt("early warning", None, warning_action, recorder, pin, not is_spread)
+        rows.on_row += [] if recorder.watch is None else [recorder.watch.see]
+    if options.report_to is not None:
+        recorder.reports = guard.attempt("reporting", None, Reports, recorder)
+        recorder.writer.on_item = None if recorder.reports is None else recorder.reports.see
+    for event in opening_events(store, attrs, params, recorder.n):
+        recorder.writer.put(event)
+    faults = guard.attempt("the weights at the start", None, weight_faults, model)
+    for fault in [] if faults is None else faults.to_dict("records"):
+        _put_note(recorder, recorder.n, f"weight at the start: {fault_words(fault)}")
+
+
+def _put_note(recorder: Recorder, step: int, text: str) -> None:
+    "A note of the record."
+    recorder.writer.put(("note", step, text, time.time()))
+
+
+def _put_news(recorder: Recorder) -> None:
+    "What was switched off, into the record."
+    for step, text in recorder.guard.take_news():
+        _put_note(recorder, step, text)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #a9c1320d
-def _unhook(recorder: Recorder) -> None:
+def _remove(recorder: Recorder) -> None:
     "Take every hook off."
-    own_loss = None if recorder.own_loss is None else recorder.own_loss.handle
-    for part in (
-        recorder.modules,
-        recorder.params,
-        own_loss,
-        recorder.attention,
-        recorder.routers,
-        recorder.skips,
-        recorder.clearing,
-        recorder.watch,
-    ):
+    for part in (recorder.probes, recorder.watch):
         if part is not None:
             part.remove()
+
+
+def _give_up(recorder: Recorder, why: str) -> None:
+    "Say why nothing is recorded, and leave the model alone."
+    recorder.guard.stop(why)
+    try:
+        _remove(recorder)
+    except Exception as error:
+        recorder.guard.note(f"hooks that do nothing may be left: {error}")
 
 
 def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -> None:
@@ -353,7 +255,7 @@ def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -
     if recorder.at_exit is not None:
         atexit.unregister(recorder.at_exit)
     # each by itself: a hook that cannot be taken off must not cost the record its end
-    for close in (partial(_unhook, recorder), None if recorder.box is None else recorder.box.close):
+    for close in (partial(_remove, recorder), None if recorder.box is None else recorder.box.close):
         try:
             if close is not None:
                 close()
@@ -379,123 +281,86 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
         left.__exit__(None if error is None else type(error), error, None)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
-def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bool:
-    "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
-    guard, scale = recorder.guard, recorder.scale.value
-    values = values | (_own_times(recorder, elapsed) if recorder.is_spread else {})
-    parts, uses, order = guard.attempt(OUTPUTS, None, recorder.modules.take) or ({}, {}, [])
-    recorder.backward.end_step()
-    details, tops = guard.attempt("costly statistics", None, _take_details, recorder, uses) or ({}, {})
-    grads, step_rows, stepped = guard.attempt(UPDATES, None, recorder.params.take) or ({}, {}, set())
-    if recorder.clearing is not None:
-        guard.attempt("kept gradients", None, recorder.clearing.take, bool(stepped))
-    # after an overflow a GradScaler does not call `step` at all: gradients without a step are a skipped one
-    is_withheld = recorder.skips is not None and recorder.skips.take()
-    heads, attention_scalars = recorder.attention.take()
-    is_skipped = is_withheld or (bool(grads) and not stepped)
-    routers = recorder.routers and guard.attempt(_ROUTERS, None, recorder.routers.take)
-    scalars = _step_scalars(recorder, values, elapsed, is_skipped) | attention_scalars | (routers or {})
-    item = {
-        "step": recorder.n,
-        "time": time.time(),
-        "modules": {device: to_host(rows) for device, rows in parts.items()},
-        "uses": uses,
-        "details": stack_rows(details),
-        "tops": stack_rows(tops),
-        "order": order,
-        "dtypes": recorder.modules.slots.dtypes,
-        "grads": stack_rows(grads),
-        "made": stack_rows(step_rows),
-        "heads": heads,
-        "scale": _gradient_scale(scale, recorder.modules.passes.divisor),
-        "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
-        "ready": when_ready((*parts.values(), *grads.values(), *step_rows.values(), *scalars.values())),
-    }
-    _note_unseen(recorder, is_seen=bool(uses) or not grads)
-    _put_news(recorder)
-    recorder.writer.put(item)
-    guard.attempt("triggers", None, pull_triggers, recorder, scalars)
-    if recorder.options.on_nonfinite != "stop":
-        return False
-    return has_bad((*parts.values(), *grads.values()))
-
-
-def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | int | None:
-    "By what the gradients that were read are too large: the loss scale, the micro-batches of a pipeline."
-    if scale is None:
-        return None if divisor == 1 else divisor
-    return to_host(scale.reshape(1) * divisor)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #c5d42e3a
-def _own_times(recorder: Recorder, elapsed: float) -> dict[str, float]:
-    "Seconds of the step that a rank spent by itself: until its batch was there, and its forward pass."
-    forward_at, backward_at = recorder.modules.passes.began_at, recorder.backward.began_at
-    data_at, recorder.batch_at = recorder.batch_at or forward_at, None
-    if data_at is None:
-        return {}
-    times = {"data_time": data_at - (recorder.begin - elapsed)}
-    return times if backward_at is None else times | {"forward_time": backward_at - data_at}
-
-
-def _take_details(recorder: Recorder, uses: dict) -> tuple[dict, dict]:
-    "The costly statistics of this step by what they are of, and the channels that stand out."
-    if not recorder.params.reader.details.sampling:
-        return {}, {}
-    rows, tops = recorder.modules.slots.take_details(uses)
-    details = {("module", key): row for key, row in rows.items()}
-    for what, rows_by_param in recorder.params.reader.details.take().items():
-        details |= {(what, i): row for i, row in rows_by_param.items()}
-    return details, tops
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #4ff4fdca
-def _step_scalars(
-    recorder: Recorder, values: dict[str, Any], elapsed: float, is_skipped: bool
-) -> dict[str, Any]:
-    "The values of this step."
-    scale, steps, guard = recorder.scale.value, recorder.params.steps, recorder.guard
-    own = None if recorder.own_loss is None else recorder.own_loss.take(scale)
-    if values.get("loss") is None and own is not None:
-        values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
-    elif values.get("loss") is None:
-        guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
-    scalars = clean_scalars(values, guard) | {"step_time": elapsed}
-    # as the step used it: a scheduler may have set that of the next step by now
-    rates = [steps.lr] if steps.lr is not None else []
-    rates += [groups[0]["lr"] for groups in map(groups_of, steps.optimizers) if groups]
-    if recorder.optimizers:
-        scalars["skipped"] = float(is_skipped)
-        scalars |= clean_scalars({"lr": rates[0] if rates else None}, guard)
-    if scale is not None:
-        scalars["loss_scale"] = scale.reshape(1)
-    return scalars
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #0db68773
-_COMPILED = (
-    "the model was compiled and called before the Recorder was there; make the Recorder before the first"
-    " call; parameters are recorded"
+_NOT_ENTERED = "`step` came before `with`: the hooks are put in place now, this step has no layers"
+_A_NUMBER = (
+    "`step` was given a whole number, which is left out: it takes the loss, as in `recorder.step(loss)`, and"
+    " counts the steps by itself"
+)
+_NO_BATCH = (
+    "no batch was handed over in the first step, so it cannot be replayed: "
+    "call `recorder.batch(batch)` before each forward pass"
 )
 
 
-def _note_unseen(recorder: Recorder, is_seen: bool) -> None:
-    "Say it where modules ran in a graph that hooks may not break, or where hooks cannot read numbers."
-    if whole_graphs[0] != recorder.graphs:
-        recorder.graphs = whole_graphs[0]
-        recorder.guard.note(
-            "activations missing: the model is compiled as one graph; parameters are recorded"
-        )
-    is_transformed, recorder.transformed = transformed[0] != recorder.transformed, transformed[0]
-    if is_seen or not recorder.modules.rows.names:
+def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: FrameType) -> dict[str, Any]:
+    "What `step` was given; in the first step it is noted what the loss was given."
+    if isinstance(loss, Integral):
+        recorder.guard.note(_A_NUMBER)
+        loss = None
+    values = ({} if loss is None else {"loss": loss}) | scalars
+    if recorder.n == recorder.options.first_step:
+        loop_values = [*values.values(), *frame.f_locals.values()]
+        recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, loop_values)
+    return values
+
+
+def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
+    "A batch is there: what a replay needs of it is kept."
+    if recorder.clock is not None:
+        recorder.clock.see_batch()
+    if recorder.box is None:
         return
-    if is_transformed:
-        text = "the model runs inside a transform of torch.func; parameters are recorded"
-        recorder.guard.note(f"activations missing: {text}")
-    elif not whole_graphs[0]:
-        is_compiled = hasattr(recorder.model, "_orig_mod")
-        text = _COMPILED if is_compiled else "no module was called in a way that runs hooks"
-        recorder.guard.note(f"activations missing: {text}", aloud=is_compiled)
+    if not recorder.is_drafted:
+        recorder.is_drafted = True
+        recorder.guard.attempt("replay_setup.py", None, write_setup, recorder, batch)
+    recorder.guard.attempt(_BOX, None, _keep, recorder, recorder.box, batch, frame)
 
 
-def _put_news(recorder: Recorder) -> None:
-    "What was switched off, into the record."
-    for step, text in recorder.guard.take_news():
-        recorder.writer.put(("note", step, text, time.time()))
+def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> None:
+    "Keep a batch with the values of the loop that its loss needs."
+    names = {**frame.f_globals, **frame.f_locals} if recorder.loop_values else {}
+    box.batch(with_loop_values(batch, recorder.loop_values, names), recorder.n, recorder.micro)
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
+def _before_optimizer(recorder: Recorder) -> None:
+    "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
+    if recorder.watch is not None:
+        recorder.watch.cut.take()
+    box, scale = recorder.box, recorder.probes.scale
+    if box is not None:
+        recorder.guard.attempt(_BOX, None, box.settings, recorder.n)
+    if scale.find() and box is not None:
+        box.scaler = scale.scaler
+
+
+def _begin_step(recorder: Recorder) -> None:
+    "The step that begins takes the costly statistics if it is its turn, or something asks for it."
+    recorder.probes.begin_step(recorder.n, recorder.sample_next)
+    recorder.sample_next = False
+
+
+def _pin(recorder: Recorder, step: int) -> None:
+    "Look closer at the next step, and keep what a replay of this one needs."
+    recorder.sample_next = True
+    if recorder.box is not None:
+        recorder.guard.attempt(_BOX, None, recorder.box.trigger, step)
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #c5d42e3a
+def _hand_over(recorder: Recorder, values: dict[str, Any]) -> bool:
+    "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
+    guard, options, probes = recorder.guard, recorder.options, recorder.probes
+    if options.snapshot_every and not recorder.micro and recorder.n == options.first_step:
+        guard.note(_NO_BATCH)
+    passes, backward = probes.modules.passes, probes.backward
+    elapsed, times = recorder.clock.end_step(passes.began_at, backward.began_at)
+    sums = take_step(probes)
+    values = values | (times if this_rank().world > 1 else {})
+    scalars = step_scalars(probes, values, elapsed, sums.is_skipped) | sums.scalars
+    has_modules = bool(probes.modules.rows.names)
+    probes.unseen.note(is_seen=bool(sums.uses) or not sums.gradients or not has_modules)
+    _put_news(recorder)
+    recorder.writer.put({"step": recorder.n, "time": time.time()} | sums.to_item(scalars))
+    if guard.attempt("triggers", None, is_triggered, options.triggers, recorder.n, scalars):
+        _put_note(recorder, recorder.n, "a trigger fired")
+        _pin(recorder, recorder.n)
+    return options.on_nonfinite == "stop" and sums.is_bad()

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/api/probe/15_scalars.ipynb #9bd09828
 import re
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -211,3 +212,31 @@ class LossScale:
             "the loop has a GradScaler that was not given: its loss scale is used; pass `scaler=`"
         )
         return True
+
+# %% ../../nbs/api/probe/15_scalars.ipynb #4d2e0a12
+class StepClock:
+    "Seconds of a step, and those that a rank spent by itself."
+
+    def __init__(self):
+        self.begin = time.perf_counter()  # when the step began
+        self.batch_at: float | None = None  # when its first batch was there
+
+    def see_batch(self) -> None:
+        "A batch is there."
+        self.batch_at = self.batch_at or time.perf_counter()
+
+    def end_step(
+        self,
+        forward_at: float | None,  # when its first forward pass began
+        backward_at: float | None,  # and its first backward pass
+    ) -> tuple[
+        float, dict[str, float]
+    ]:  # seconds of the step; until its batch was there, of its forward pass
+        "The times of the step that ends; the next one begins."
+        began, self.begin = self.begin, time.perf_counter()
+        data_at, self.batch_at = self.batch_at or forward_at, None
+        elapsed = self.begin - began
+        if data_at is None:
+            return elapsed, {}
+        times = {"data_time": data_at - began}
+        return elapsed, times if backward_at is None else times | {"forward_time": backward_at - data_at}

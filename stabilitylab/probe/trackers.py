@@ -267,7 +267,7 @@ class Reports:
     ):
         options = recorder.options
         self.every, self.select = options.report_every, options.report_select
-        self.modules, self.params = recorder.modules.rows, recorder.params.numbered
+        self.modules, self.params = recorder.probes.modules.rows, recorder.probes.params.numbered
         self.record, self.guard = recorder.path, recorder.guard
         self.chosen: dict[str, dict[int, str]] = {}  # 'group/variable' -> place -> name in the tracker
         chosen = trackers_of(options.report_to)

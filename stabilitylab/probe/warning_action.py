@@ -22,6 +22,7 @@ from stabilitylab.probe.optimizers import OptimizerSteps, groups_of, hooked_opti
 from stabilitylab.probe.params import ParamProbe
 from stabilitylab.probe.rows import StepRow
 from stabilitylab.probe.warning import EarlyWarning, WarningDetector
+from stabilitylab.probe.writer import Writer
 
 # %% ../../nbs/api/probe/23_warning_action.ipynb #e4fec925
 _CUT = 0.5  # by which each warning multiplies the rate; our convention
@@ -123,42 +124,39 @@ class WarningAction:
 # %% ../../nbs/api/probe/23_warning_action.ipynb #201290e3
 def warning_action(
     recorder: Any,  # a `Recorder` that is being opened
+    pin: Callable[[int], None],  # keeps what a replay of a step needs
     is_alone: bool,  # whether no other process trains the same model
 ) -> WarningAction:
     "What a recorder does about warnings, as its options say."
-    modules, params, guard = recorder.modules.rows, recorder.params, recorder.guard
+    modules, params, guard = recorder.probes.modules.rows, recorder.probes.params, recorder.guard
     watch = WarningAction(recorder.options.on_warning, modules, params, guard, is_alone)
-    watch.pin = recorder._pin
+    watch.pin = pin
     return watch
 
 # %% ../../nbs/api/probe/23_warning_action.ipynb #ca4fad52
-def pull_triggers(
-    recorder: Any,  # a `Recorder`
-    scalars: dict[str, Any],  # of the step that ends
-) -> None:
-    "Pin this step in the black box if a trigger fires, note it, and look closer at the next one."
-    triggers = recorder.options.triggers
+def is_triggered(
+    triggers: tuple,  # functions of (step, scalars) -> bool
+    step: int,  # the step that ends
+    scalars: dict[str, Any],  # of it
+) -> bool:
+    "Whether a trigger fires; each of them is asked, as it may keep what it has seen."
     if not triggers:
-        return
+        return False
     values = {name: float(value) for name, value in scalars.items()}
-    if any([trigger(recorder.n, values) for trigger in triggers]):
-        recorder.writer.put(("note", recorder.n, "a trigger fired", time.time()))
-        recorder._pin(recorder.n)
+    return any([trigger(step, values) for trigger in triggers])
 
 
-def raise_bad(
-    recorder: Any,  # a `Recorder`
-) -> None:
-    "Stop the run and say where it broke, as the caller asked."
-    writer, step = recorder.writer, recorder.n - 1
+def bad_value(
+    writer: Writer,  # of a recording in which a value is not finite
+) -> str:
+    "Where it broke; waits until the writer has looked."
     while writer.rows.bad is None and writer.is_busy:
         time.sleep(0.01)
     bad = writer.rows.bad
     # a step that the disk was too slow for, or a forward pass without a backward pass, names no place
     if bad is None:
-        raise FloatingPointError(f"step {step}: a value is not finite, but the record does not say where")
-    location = f"{bad['tensor']} of {bad['module']} {bad['dtype']}"
-    raise FloatingPointError(f"step {step}: first non-finite value is the {location}")
+        return "a value is not finite, but the record does not say where"
+    return f"first non-finite value is the {bad['tensor']} of {bad['module']} {bad['dtype']}"
 
 # %% ../../nbs/api/probe/23_warning_action.ipynb #1055a002
 class LossJumps:

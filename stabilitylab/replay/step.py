@@ -211,7 +211,7 @@ class Replayed:
 
     loss: float  # mean loss of the micro-batches, nats
     grad_norm: float  # L2 norm of the gradient before clipping
-    update_norm: float  # L2 norm of the weight change, over finite weights
+    update_norm: float  # L2 norm of the change of the trained weights, over finite ones
     gradients: dict  # parameter -> gradient as the optimizer received it
     weights: dict  # name -> tensor of the model state after the step
     run: xr.DataTree | None  # record of the step, as written by the Recorder
@@ -273,7 +273,9 @@ def replay(
     if not batch.parts:
         raise bad_input("batch", "no micro-batch", "at least one")
     model, optimizer = snapshot.build(device, dtype)
-    before, outside = [p.detach().clone() for p in model.parameters()], rng_state()
+    # a vector of a spectral norm is a parameter that forward passes move: no update of the optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before, outside = [p.detach().clone() for p in trained], rng_state()
     batch = batch if keep_rng else replace(batch, rng=[])
     run, scaler = None, snapshot.grad_scaler(str(next(model.parameters()).device))
     try:
@@ -287,7 +289,7 @@ def replay(
     finally:
         set_rng_state(outside)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-    pairs = zip(model.parameters(), before, strict=True)
+    pairs = zip(trained, before, strict=True)
     # from a NaN there is no distance
     change = norm_of((p.detach() - old)[old.isfinite()] for p, old in pairs)
     weights = {k: v.detach().clone() for k, v in model.state_dict().items()}

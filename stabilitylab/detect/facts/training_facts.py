@@ -214,9 +214,7 @@ def _of_format(steps: Steps) -> RunFacts:
     return facts
 
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #d4e0652c
-_RATE_GONE = (
-    1e-4  # of the highest rate; published schedules end at 0.1 to 0 of it, and only there: our convention
-)
+_RATE_GONE = 1e-4  # of the highest rate, which published schedules reach at their end at most; our convention
 _GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one half of the zoo
 
 

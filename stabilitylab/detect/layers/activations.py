@@ -88,6 +88,25 @@ def activation_crossings(
             yield activations, name, *first_crossings(activations[name].values, **bounds[name])
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #bdf82927
+def gradient_stands(
+    norms: np.ndarray,  # (step, param) gradient norms
+    row: int,  # at which those of some modules leave their range
+) -> bool:
+    "Whether the gradient of the whole model stays in its range from a step on."
+    # a float32 norm beyond 1.8e19 has no float32 square, and a frozen parameter has no gradient
+    total = np.sqrt(np.nansum(np.square(norms.astype(float)), axis=1))
+    return bool((total[row:] < limit("threefold") * total[:row].max()).all())
+
+
+def _is_awakening(run: xr.DataTree, step: int | None) -> bool:
+    "Whether gradients grow from a step on in some modules alone, as behind layers that begin at zero."
+    gradients = group_of(run, "gradients", "grad_norm", min_steps=count_limit("least_records"))
+    if gradients is None:
+        return False
+    rows = np.flatnonzero(gradients.step.values == step)
+    return len(rows) > 0 and rows[0] > 0 and gradient_stands(gradients.grad_norm.values, rows[0])
+
+
 def _explosion(
     activations: xr.Dataset, name: str, at: np.ndarray, ratio: np.ndarray, order: np.ndarray
 ) -> tuple[int, Finding]:
@@ -120,7 +139,12 @@ def find_activation_explosion(
         for activations, name, at, ratio in activation_crossings(run)
         if len(order := crossing_order(at, ratio))
     ]
-    return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
+    if not exploded:
+        return []
+    _, first = min(exploded, key=lambda pair: pair[0])
+    is_backward = first.evidence["what"] == _DIRECTIONS["grad_absmax"]
+    # until `relations.layer_leads` sees the loss follow
+    return [first.with_(severity="info") if is_backward and _is_awakening(run, first.onset) else first]
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #5fd1050e
 def columns_above(

@@ -17,6 +17,7 @@ from stabilitylab.detect.layers.activations import (
     crossing_order,
     first_crossings,
     first_names,
+    gradient_stands,
     median_of_finite,
 )
 from .growth import growth_evidence
@@ -51,7 +52,7 @@ def find_param_grad_explosion(
     evidence |= growth_evidence(gradients.step.values, gradients.grad_norm.values[:, order[0]])
     modules = first_names(gradients.param, order)
     # until `relations.layer_leads` sees the loss follow
-    severity = "info" if _stands(gradients.grad_norm.values, at[order[0]]) else "warning"
+    severity = "info" if gradient_stands(gradients.grad_norm.values, at[order[0]]) else "warning"
     return [Finding("grad_norm_explosion", severity, onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #868b8701

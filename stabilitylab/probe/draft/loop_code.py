@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...numerics.modes import dropout_shares
-from ...numerics.pytree import tensors_of
+from ...numerics.pytree import LOOP, tensors_of
 from stabilitylab.probe.draft.loop_setup import (
     clip_code,
     clips_nothing,
@@ -28,8 +28,8 @@ from stabilitylab.probe.draft.loop_setup import (
     scale_of_clipped,
 )
 from .loop_source import relevant, root_name, settled, stored_names, value_at
-from .loop_span import LoopSpan, loop_span
-from .loop_values import LoopValues, tensor_to_keep
+from .loop_span import LoopSpan, loop_span, passes_outside
+from .loop_values import OWN_VECTORS, LoopValues, power_vectors, tensor_to_keep
 from .model_parts import assembled_source
 from stabilitylab.probe.draft.name_sources import (
     Keeper,
@@ -40,7 +40,7 @@ from stabilitylab.probe.draft.name_sources import (
 from .python_source import Draft, cast_source, model_source, seen_words
 from .running_script import assigned_names, local_modules, main_module
 from .trainer_code import dropout_off, forward_patches, mixed_dtype, prepared
-from ...run.curves import CLIPPED_SCALED, TRAINED_BESIDE
+from ...run.curves import CLIPPED_SCALED, LIKELIHOOD, TRAINED_BESIDE
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
 class _Localize(ast.NodeTransformer):
@@ -171,6 +171,7 @@ def loop_code(
     span = loop_span(frame, recorder)
     if span is None:
         return None
+    passes = passes_outside(span, frame, model)
     named = _Localize(span.statements, span.scope, model)
     span.statements[:] = [named.visit(statement) for statement in span.statements]
     span.loss = named.visit(span.loss)
@@ -191,6 +192,10 @@ def loop_code(
         body, dict(span.scope), model, value_source, named_parts, parts, span.loops, keeper
     )
     expressions = keeper.values.expressions
+    if passes and power_vectors(model):
+        expressions[OWN_VECTORS] = passes[0]
+        value_source.draft.imports.add("from stabilitylab.probe.draft.loop_values import give_vectors")
+        lines[:0] = [f"give_vectors(model, {LOOP}[{OWN_VECTORS!r}])"]
     lines[:0] = getattr(value_source, "makers", [])
     clip = clip_code(span.source, span.scope, model, value_source)
     if clip is not None and "clip_scaled" in clip:
@@ -199,12 +204,25 @@ def loop_code(
     return LoopCode(lines, clip, clips_nothing(span.source), missing, expressions)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #5fc9b422
+def _is_likelihood(span: LoopSpan) -> bool:
+    "Whether the loss is what `nll_loss` returns, and nothing beside it."
+    node: ast.expr | None = span.loss
+    if isinstance(node, ast.Name):
+        name = node.id
+        own = [s for s in span.statements if isinstance(s, ast.Assign) and name in stored_names(s)]
+        node = own[-1].value if len(own) == 1 else None
+    function = value_at(node.func, span.scope) if isinstance(node, ast.Call) else None
+    return function is nn.functional.nll_loss or type(function) is nn.NLLLoss
+
+
 def _note_faults(span: LoopSpan, recorder: Any, model: torch.nn.Module, expressions: dict[str, str]) -> None:
     "Note what the lines of a loop show: clipping of scaled gradients, another network that is trained."
     scale = scale_of_clipped(span.source, span.scope)
     if scale != 1:
         text = f"{CLIPPED_SCALED} of {scale:g}: call `scaler.unscale_(optimizer)` before the clipping"
         recorder.guard.note(text)
+    if _is_likelihood(span):
+        recorder.guard.note(LIKELIHOOD, aloud=False)
     optimizers = [value for value in span.scope.values() if isinstance(value, torch.optim.Optimizer)]
     own, trained = {id(p) for p in model.parameters()}, set()
     for optimizer in optimizers:

@@ -28,6 +28,7 @@ from stabilitylab.probe.draft.loop_source import (
     value_at,
 )
 from .loop_values import passed_back
+from ..settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #e9858c96
 def function_source(
@@ -293,3 +294,16 @@ def loop_span(
     rename = _Rename(ast.dump(call))
     renamed = [rename.visit(statement) for statement in opened[:-1]]
     return LoopSpan(renamed, rename.visit(loss), inside, scope, call.args[0], loops, backward, source.scope)
+
+
+def passes_outside(
+    span: LoopSpan,  # as `loop_span` returns it
+    frame: types.FrameType,  # of the function that calls `recorder.batch`
+    model: torch.nn.Module,  # the recorded one
+) -> list[str]:  # such as 'self.generator'
+    "What that function calls to run the model elsewhere than between a batch and its backward pass."
+    source = frame_source(frame)
+    inside = {n.lineno for s in [*span.statements, span.loss] for n in ast.walk(s) if isinstance(n, ast.Call)}
+    calls = [n for s in (source.body if source else ()) for n in ast.walk(s) if isinstance(n, ast.Call)]
+    outside = [call.func for call in calls if call.lineno not in inside]
+    return [ast.unparse(node) for node in outside if model_itself(value_at(node, span.outer)) is model]

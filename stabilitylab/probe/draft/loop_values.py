@@ -18,6 +18,7 @@ import torch
 
 from stabilitylab.numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
 from stabilitylab.probe.draft.loop_source import value_at
+from stabilitylab.probe.settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #9092ec7c
 _LARGEST = 64_000_000  # bytes; ours
@@ -64,6 +65,30 @@ class LoopValues:
         return True
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1496
+OWN_VECTORS = "power_vectors"  # name under which those of the recorded model are kept
+
+
+def power_vectors(
+    model: torch.nn.Module,  # the recorded one
+) -> dict[str, torch.Tensor]:  # without a graph; empty for a model without spectral norm
+    "Vectors of the power iterations of spectral norm, which every forward pass in training mode changes."
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if name.endswith(("_u", "_v")) and tensor.ndim == 1 and not tensor.requires_grad
+    }
+
+
+def give_vectors(
+    model: torch.nn.Module,  # whose passes between recorded steps a replay leaves out
+    saved: dict[str, torch.Tensor],  # as they were at a batch
+) -> None:
+    "Gives a model the vectors that it had."
+    for name, tensor in power_vectors(model).items():
+        tensor.copy_(saved[name])
+
+
 def with_loop_values(
     batch: Any,  # what the model is about to be given
     expressions: dict[str, str],  # name in the draft -> expression in the loop
@@ -73,7 +98,11 @@ def with_loop_values(
     if not expressions:
         return batch
     nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
-    return {"batch": batch, LOOP: {name: _plain_value(value_at(node, scope)) for name, node in nodes.items()}}
+    values = {name: value_at(node, scope) for name, node in nodes.items()}
+    plain = {name: _plain_value(value) for name, value in values.items() if name != OWN_VECTORS}
+    if OWN_VECTORS in values:
+        plain[OWN_VECTORS] = power_vectors(model_itself(values[OWN_VECTORS]))
+    return {"batch": batch, LOOP: plain}
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #71d63668
 _WORDS = "Kept with every batch: "
