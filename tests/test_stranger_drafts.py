@@ -353,9 +353,25 @@ class Duel:
         (-self.critic(self.generator(torch.randn(4, 2))).mean()).backward()
         self.steps[1].step()
 
+    def generator_step(self, real, recorder):
+        made = self.generator(torch.randn(len(real), 2))
+        gap = self.critic(made.detach()).mean() - self.critic(real).mean()
+        self.steps[0].zero_grad()
+        gap.backward()
+        self.steps[0].step()
+        loss = -self.critic(made).mean()
+        self.steps[1].zero_grad()
+        loss.backward()
+        self.steps[1].step()
+        recorder.step(loss)
+
     def epoch(self, data, recorder):
         for real in data:
             self.critic_step(recorder.batch(real), recorder)
+
+    def later_epoch(self, data, recorder):
+        for real in data:
+            self.generator_step(recorder.batch(real), recorder)
 
 
 def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
@@ -370,6 +386,21 @@ def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkey
     result = examine(tmp_path / "run", 5, swap=False)
     assert result.exact and result.check.is_step and not result.left_out
     assert result.samples.attrs["draws"]  # a sample alone is given noise of its own
+
+
+def test_a_network_that_is_trained_between_the_batch_and_the_loss_is_kept_as_the_loss_saw_it(
+    tmp_path, monkeypatch
+):
+    "The step of a generator, through a critic that had taken a step of its own, was never that of the record."
+    here = sys.modules[__name__]
+    monkeypatch.setattr(loop_code, "local_modules", lambda: ["__main__", __name__])
+    torch.manual_seed(0)
+    duel = Duel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(2, 3))
+    with Recorder(duel.generator, duel.steps[1], tmp_path / "run", snapshot_every=3) as recorder:
+        duel.later_epoch(torch.randn(6, 4, 3), recorder)
+    monkeypatch.setitem(sys.modules, __name__, here)
+    result = examine(tmp_path / "run", 5, swap=False)
+    assert result.exact and result.check.is_step
 
 
 class Normed(nn.Module):

@@ -22,7 +22,7 @@ import torch
 
 from ..names.errors import InputError, printable
 from ..names.files import atomic_file, write_atomic
-from ..numerics.pytree import batch_alone, batch_form, lost_parts, storable_copy, tensors_of
+from ..numerics.pytree import LOOP, batch_alone, batch_form, lost_parts, storable_copy, tensors_of
 from .retention import BoxLimits, RetainedFiles
 from ..run.checksums import file_checksum, sealed, unsealed
 
@@ -213,6 +213,7 @@ class _BoxThread:
         self.retained = RetainedFiles(self.folder, self.limits)
         self.last: int | None = None  # step of the newest snapshot
         self.set_at: int | None = None  # step whose settings were taken
+        self.item: dict = {}  # the last batch
         self.want, self.patience = True, _PATIENCE  # whether a snapshot is due; seconds that the loop waits
         self.work: queue.Queue = queue.Queue(maxsize=8)
         # a daemon: a disk that hangs must not keep the program from ending
@@ -283,8 +284,20 @@ class BlackBox(_BoxThread):
         if microbatch == 0 and is_due:
             self.last, self.want = step, False
             self._offer("snapshot", _state(self, rng, step) | {"of": copy})
-        item = {"batch": copy, "form": form, "rng": rng, "step": step, "microbatch": microbatch}
-        self._offer("batch", item)
+        self.item = {"batch": copy, "form": form, "rng": rng, "step": step, "microbatch": microbatch}
+        self._offer("batch", dict(self.item))
+
+    def renew(
+        self,
+        states: dict[str, dict],  # name of a kept network -> its tensors that are others by now
+    ) -> None:
+        "Saves the last batch again, with newer weights of the networks that are kept with it."
+        batch = self.item["batch"]
+        loop = dict(batch[LOOP])
+        for name, state in storable_copy(states).items():
+            loop[name] = loop[name] | {"state": loop[name]["state"] | state}
+        self.item = self.item | {"batch": batch | {LOOP: loop}}
+        self._offer("batch", dict(self.item))
 
     def settings(
         self,

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a04
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,12 +152,14 @@ class Probes:
         self.attention = AttentionRecording(model, options.attention_every, guard)
         self.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, kinds, guard)
         self.unseen = _Unseen(guard)
+        self.after_backward: Callable[[], object] = lambda: None  # what else is done at the end of each one
 
     def _after_backward(self) -> None:
         "At the end of each backward pass."
         if self.guard.end is None:
             self.params.after_backward()
             self.scale.read()
+            self.after_backward()
 
     def begin_step(
         self,

@@ -22,7 +22,7 @@ import torch
 from ..names.errors import InputError
 from .blackbox import BlackBox, BoxLimits
 from .checks.vocabulary import fault_words, weight_faults
-from .draft.loop_values import with_loop_values
+from .draft.loop_values import KeptNetworks, with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, warn_safely
 from .probes import Probes, step_scalars, take_step
@@ -80,6 +80,7 @@ class Recorder:
         self.writer: Any = None
         self.at_exit: Any = None
         self.box: BlackBox | None = None  # also without snapshots
+        self.kept: KeptNetworks | None = None  # with the last batch
         self.watch: WarningAction | None = None  # also where no warning is asked for
         self.reports: Reports | None = None  # also where nothing is reported
 
@@ -157,6 +158,7 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     recorder.clock = StepClock()
     probes = recorder.probes = Probes(model, recorder.optimizers, options, guard)
     probes.params.before_step = partial(_before_optimizer, recorder)
+    probes.after_backward = partial(_after_backward, recorder)
     probes.unseen.is_compiled = hasattr(recorder.model, "_orig_mod")
     _open_record(recorder, model)
     if options.snapshot_every:
@@ -320,6 +322,14 @@ def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> No
     "Keep a batch with the values of the loop that its loss needs."
     names = {**frame.f_globals, **frame.f_locals} if recorder.loop_values else {}
     box.batch(with_loop_values(batch, recorder.loop_values, names), recorder.n, recorder.micro)
+    recorder.kept = KeptNetworks(recorder.loop_values, names)
+
+
+def _after_backward(recorder: Recorder) -> None:
+    "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
+    changed = recorder.kept.take_changed() if recorder.kept is not None else {}
+    if changed and recorder.box is not None:
+        recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
 def _before_optimizer(recorder: Recorder) -> None:

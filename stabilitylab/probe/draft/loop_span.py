@@ -130,11 +130,20 @@ def bare_optimizer(
     return optimizer
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #64f297f5
+def _optimizer_at(node: ast.expr, scope: dict[str, Any]) -> Any:
+    "What a name, a chain of attributes or an entry of a list or a dict is."
+    if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Constant):
+        return value_at(node, scope)
+    holder, key = value_at(node.value, scope), node.slice.value
+    entries = dict(enumerate(holder)) if type(holder) in (list, tuple) else holder
+    return entries.get(key) if type(entries) is dict else None
+
+
 def _stepped(statement: ast.stmt, scope: dict[str, Any]) -> list[Any]:
     "Optimizers, or what holds them, whose step a statement takes."
     calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call)]
     owners = [n.func for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "step"]
-    return [value_at(owner.value, scope) for owner in owners]
+    return [_optimizer_at(owner.value, scope) for owner in owners]
 
 
 def _is_plain_pass(statement: ast.stmt, scope: dict[str, Any]) -> bool:

@@ -89,6 +89,12 @@ def give_vectors(
         tensor.copy_(saved[name])
 
 
+def _values_of(expressions: dict[str, str], scope: dict[str, Any]) -> dict[str, Any]:
+    "What expressions of a loop are, by their names in the draft."
+    nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
+    return {name: value_at(node, scope) for name, node in nodes.items()}
+
+
 def with_loop_values(
     batch: Any,  # what the model is about to be given
     expressions: dict[str, str],  # name in the draft -> expression in the loop
@@ -97,12 +103,39 @@ def with_loop_values(
     "A batch with the values of the loop."
     if not expressions:
         return batch
-    nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
-    values = {name: value_at(node, scope) for name, node in nodes.items()}
+    values = _values_of(expressions, scope)
     plain = {name: _plain_value(value) for name, value in values.items() if name != OWN_VECTORS}
     if OWN_VECTORS in values:
         plain[OWN_VECTORS] = power_vectors(model_itself(values[OWN_VECTORS]))
     return {"batch": batch, LOOP: plain}
+
+
+def _version(network: torch.nn.Module) -> int:
+    "How often parameters of a network were changed in place."
+    return sum(parameter._version for parameter in network.parameters())
+
+
+class KeptNetworks:
+    "Networks that are kept with a batch, which the loop may train before a loss runs through them."
+
+    def __init__(
+        self,
+        expressions: dict[str, str],  # name in the draft -> expression in the loop
+        scope: dict[str, Any],  # name -> value
+    ):
+        self.networks = {
+            name: (value, _version(value))
+            for name, value in _values_of(expressions, scope).items()
+            if isinstance(value, torch.nn.Module) and name != OWN_VECTORS
+        }
+
+    def take_changed(self) -> dict[str, dict[str, torch.Tensor]]:  # name -> parameters as they are now
+        "The parameters of the networks that were trained since they were kept, or since the last call."
+        changed = {
+            name: network for name, (network, before) in self.networks.items() if _version(network) != before
+        }
+        self.networks |= {name: (network, _version(network)) for name, network in changed.items()}
+        return {name: dict(network.named_parameters()) for name, network in changed.items()}
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #71d63668
 _WORDS = "Kept with every batch: "
