@@ -430,8 +430,9 @@ def compare_implementations(
     floor = _floor(reference, loss, first, second, repeats, seed)
     order = [key for key in _in_order(exact) if key in second.errors]
     beyond = (key for key in order if not second.errors[key] <= factor * floor[key])
-    modules, measured = ({key.module for key in keys} for keys in (exact.values, second.errors))
-    unmatched = (modules ^ {key.module for key in second.roundoff}) | (modules - measured)
+    modules = {key.module for key in exact.values}
+    unmatched = modules ^ {key.module for key in second.roundoff}
+    unmatched |= modules - {key.module for key in second.errors}
     return ImplementationComparison(
         **_first_difference(next(beyond, None), second, floor, exact.around),
         loss=(first.loss, second.loss),
