@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -691,10 +692,10 @@ def test_a_draft_with_another_fault_beside_its_clipping_is_left_as_it_is(tmp_pat
     assert not checked(run, 3).check.is_step and draft.read_text() == before
 
 
-def loop(path, order, first_batch=0, record_every=1):
+def loop(path, order, first_batch=0, record_every=1, wrapped=lambda model: model, numbered=False):
     "A loop that calls what `order` names, step by step; batches are handed over from `first_batch` on."
     torch.manual_seed(0)
-    model = Net()
+    model = wrapped(Net())
     optimizer = adam(model)
     with Recorder(model, optimizer, path, snapshot_every=2, merge=False) as recorder:
         for step in range(8):
@@ -705,7 +706,7 @@ def loop(path, order, first_batch=0, record_every=1):
                 if name != "record":
                     calls[name]()
                 elif step % record_every == record_every - 1:
-                    recorder.step(loss)
+                    recorder.step(*[step] * numbered, loss=loss)
     return path
 
 
@@ -720,6 +721,22 @@ def test_a_step_that_is_recorded_before_the_update_is_noted_and_named(tmp_path):
 def test_other_orders_of_a_loop_are_replayed_without_a_note(tmp_path, order, recwarn):
     run = loop(tmp_path / "run", order.split())
     assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact and not len(recwarn)
+
+
+def test_a_model_that_was_compiled_before_is_recorded_and_replayed_under_its_own_names(tmp_path):
+    order, compiled = ["backward", "update", "clear", "record"], partial(torch.compile, backend="aot_eager")
+    run = loop(tmp_path / "run", order, wrapped=compiled)
+    tree = opened(run).run
+    assert tree["activations"].rms.notnull().all()
+    assert list(tree["gradients"].param.values) == [name for name, _ in Net().named_parameters()]
+    assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact
+
+
+def test_the_number_of_a_step_is_not_its_loss(tmp_path):
+    with pytest.warns(UserWarning, match="takes the loss, as in `recorder.step"):
+        run = loop(tmp_path / "run", ["backward", "update", "clear", "record"], numbered=True)
+    loss = opened(run).run["scalars"].loss
+    assert float(loss[6]) == pytest.approx(float(mean_loss(Net(), part_of(6)).detach()), rel=0.5)
 
 
 def test_a_setup_is_drafted_with_the_first_batch_that_is_handed_over(tmp_path):

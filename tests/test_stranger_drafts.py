@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
@@ -34,6 +36,7 @@ from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.user_code import function_at, theirs
 from stabilitylab.run.curves import CLIPPED_SCALED, TRAINED_BESIDE
+from stabilitylab.run.record import open_run
 
 
 class Actor(nn.Module):
@@ -607,12 +610,46 @@ def test_another_network_that_the_loop_trains_and_scaled_clipping_are_noted():
     source = Source(ast.parse(SCALED_LOOP.format(unscale="pass")).body, scope, 2)
     notes = []
     recorder = SimpleNamespace(guard=SimpleNamespace(note=lambda text, aloud=True: notes.append(text)))
-    span, kept = SimpleNamespace(source=source, scope=scope), {"c": "critic", "t": "teacher"}
+    span = SimpleNamespace(source=source, scope=scope, loss=ast.Constant(0), statements=[])
+    kept = {"c": "critic", "t": "teacher"}
     loop_code._note_faults(span, recorder, model, kept)
     assert notes[0].startswith(CLIPPED_SCALED) and notes[1:] == [f"{TRAINED_BESIDE}: critic"]
     scope["second"].add_param_group({"params": list(model.parameters())})  # one loss of both
     loop_code._note_faults(span, recorder, model, kept)
     assert len(notes) == 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_below"),
+    [
+        ("cost(model(x).softmax(1), y)", True),
+        ("nn.functional.nll_loss(model(x).softmax(1), y)", True),
+        ("cost(model(x).log_softmax(1), y)", False),
+        ("cost(model(x).log_softmax(1), y) - 9", False),  # below 0, and nothing forbids it
+        ("nn.functional.mse_loss(model(x)[:, 0], y.float()) - 9", False),
+    ],
+)
+def test_a_likelihood_of_probabilities_that_are_no_logarithms_is_the_cause(
+    tmp_path, monkeypatch, loss, is_below
+):
+    "A speaker recognizer gave `softmax` to NLLLoss: it learned slowly, and nothing was told."
+    (tmp_path / "loop.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def train(model, optimizer, cost, recorder):\n"
+        "    for _ in range(12):\n"
+        "        x, y = recorder.batch((torch.randn(8, 4), torch.randint(0, 3, (8,))))\n"
+        f"        loss = {loss}\n"
+        "        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()\n"
+        "        recorder.step(loss)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("loop", None)
+    loop, model = importlib.import_module("loop"), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=5) as recorder:
+        loop.train(model, optimizer, nn.NLLLoss(), recorder)
+    causes = ranked_causes(diagnose(open_run(tmp_path / "run")).attrs["evidence"])
+    assert ("no_log_probabilities" in [cause.id for cause in causes]) is is_below
 
 
 def test_a_network_that_steps_between_the_batch_and_the_backward_pass_is_named(tmp_path):

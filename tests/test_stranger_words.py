@@ -13,6 +13,7 @@ import xarray as xr
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
 from stabilitylab.detect.context import run_context
+from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.facts.record_steps import _total
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.parameters import (
@@ -40,6 +41,7 @@ from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
 from stabilitylab.report.step import replay_text, step_text
 from stabilitylab.run.curves import TRAINED_BESIDE
+from stabilitylab.run.record import open_run
 from stabilitylab.run.recording import opened
 from stabilitylab.trial import start
 from stabilitylab.trial.arm import Arm, run_arm
@@ -583,3 +585,42 @@ def test_a_loop_that_makes_its_inputs_float32_is_measured_with_weights_in_16_bit
     state = Snapshot(setup, model.state_dict())
     casts, left_out = _casts(state, model, torch.randn(4, 3), "bf16")
     assert not left_out and casts["with weights in bf16"].fmt == "bf16"
+
+
+def classified(path, scale=1.0, last=torch.nn.Identity, decay=0.0, gamma=1.0):
+    "A record of a small classifier, with the ordinary mistakes as arguments."
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4), last())
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    with Recorder(model, optimizer, path, merge=False) as recorder:
+        for _ in range(60):
+            x = torch.randn(32, 8)
+            loss = torch.nn.functional.cross_entropy(model(scale * x), x[:, :4].argmax(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            recorder.step(loss)
+    return open_run(path)
+
+
+MISTAKES = {
+    "softmax_twice": {"last": lambda: torch.nn.Softmax(-1)},
+    "rate_gone": {"gamma": 0.6},
+    "weights_shrink": {"decay": 50.0},
+    "inputs_not_scaled": {"scale": 3000.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Recorder")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_an_ordinary_mistake_of_a_loop_is_the_first_cause(tmp_path, name):
+    run = classified(tmp_path / "run", **MISTAKES[name])
+    assert ranked_causes(evidence(run))[0].id == name
+
+
+def test_a_loop_without_a_mistake_has_none_of_these_causes(tmp_path, recwarn):
+    usual = {"decay": 0.1, "gamma": 0.9, "scale": 3.0, "last": lambda: torch.nn.LogSoftmax(-1)}
+    run = classified(tmp_path / "run", **usual)
+    assert not {cause.id for cause in ranked_causes(evidence(run))} & set(MISTAKES) and not len(recwarn)

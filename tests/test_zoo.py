@@ -52,6 +52,15 @@ def test_every_row_of_the_table_names_fixes_that_exist_and_conditions_that_can_b
         ({"zero_grads": (0.6, None), "fall": (0.0, 159)}, "dead_network"),
         ({"weight_moved": (40.0, 100)}, "bit_flip"),
         ({"eps": (0.1, None), "update_per_rate": (1e-3, None), "zero_grads": (0.0, None)}, "eps_too_large"),
+        (
+            {
+                "eps": (0.01, None),
+                "update_per_rate": (0.09, None),
+                "zero_grads": (0.0, None),
+                "found grad_below_epsilon": (1.0, 0),
+            },
+            "eps_too_large",
+        ),
         ({"token_ratio": (16.0, 0)}, "token_imbalance"),
     ],
 )

@@ -88,11 +88,18 @@ def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | 
     return scale.reshape(1) * divisor
 
 
+_COMPILED = (
+    "the model was compiled and called before the Recorder was there; make the Recorder before the first"
+    " call; parameters are recorded"
+)
+
+
 class _Unseen:
     "Says once where modules ran in a graph that hooks may not break, or where hooks cannot read numbers."
 
     def __init__(self, guard: Guard):
         self.guard = guard
+        self.is_compiled = False  # whether the loop calls a compiled model
         # modules met in a whole graph, and inside a transform, so far
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
 
@@ -112,8 +119,8 @@ class _Unseen:
             text = "the model runs inside a transform of torch.func; parameters are recorded"
             self.guard.note(f"activations missing: {text}")
         elif not whole_graphs[0]:
-            text = "no module was called in a way that runs hooks"
-            self.guard.note(f"activations missing: {text}", aloud=False)
+            text = _COMPILED if self.is_compiled else "no module was called in a way that runs hooks"
+            self.guard.note(f"activations missing: {text}", aloud=self.is_compiled)
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a09
 class Probes:

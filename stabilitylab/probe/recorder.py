@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +27,7 @@ from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, warn_safely
 from .probes import Probes, step_scalars, take_step
 from .rows import step_row
-from .scalars import StepClock
+from .scalars import StepClock, note_loss_input
 from stabilitylab.probe.settings import (
     as_list,
     attrs_of,
@@ -54,7 +55,7 @@ class Recorder:
 
     def __init__(
         self,
-        model: torch.nn.Module,  # the model, before torch.compile
+        model: torch.nn.Module,  # the model; of one from torch.compile, before its first call
         optimizer: Any,  # optimizer of the model, of any class, or a list of them
         path: str | Path,  # folder of the record; an older record there is continued as a new segment
         **options: Any,  # fields of `RecorderOptions`
@@ -62,10 +63,7 @@ class Recorder:
         self.options = recorder_options(options)
         self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
         self.guard, self.pid = Guard(str(path), self.options.first_step), os.getpid()
-        self.n, self.micro = (
-            self.options.first_step,
-            0,
-        )  # the step that comes next; micro-batches of it so far
+        self.n, self.micro = self.options.first_step, 0  # step that comes next; its micro-batches so far
         self.is_open = self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
         # where a framework says it: largest gradient norm, or "None"; number format of its autocast; the
@@ -129,13 +127,14 @@ class Recorder:
     def step(
         self,
         loss: Any = None,  # loss of the step; None: the loss that the model returned
-        **scalars: Any,  # more scalars of this step, such as `tokens`
+        /,
+        **scalars: Any,  # more scalars of this step, such as `tokens`; `loss` may stand here, too
     ) -> None:
         "Ends one optimizer step in the record; call it after `optimizer.step()`."
         if not self.is_open:
             self.guard.note(_NOT_ENTERED)
             self.__enter__()
-        values = ({} if loss is None else {"loss": loss}) | scalars
+        values = _step_values(self, loss, scalars, sys._getframe(1))
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
@@ -158,6 +157,7 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     recorder.clock = StepClock()
     probes = recorder.probes = Probes(model, recorder.optimizers, options, guard)
     probes.params.before_step = partial(_before_optimizer, recorder)
+    probes.unseen.is_compiled = hasattr(recorder.model, "_orig_mod")
     _open_record(recorder, model)
     if options.snapshot_every:
         recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model)
@@ -282,10 +282,26 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
 _NOT_ENTERED = "`step` came before `with`: the hooks are put in place now, this step has no layers"
+_A_NUMBER = (
+    "`step` was given a whole number, which is left out: it takes the loss, as in `recorder.step(loss)`, and"
+    " counts the steps by itself"
+)
 _NO_BATCH = (
     "no batch was handed over in the first step, so it cannot be replayed: "
     "call `recorder.batch(batch)` before each forward pass"
 )
+
+
+def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: FrameType) -> dict[str, Any]:
+    "What `step` was given; in the first step it is noted what the loss was given."
+    if isinstance(loss, Integral):
+        recorder.guard.note(_A_NUMBER)
+        loss = None
+    values = ({} if loss is None else {"loss": loss}) | scalars
+    if recorder.n == recorder.options.first_step:
+        loop_values = [*values.values(), *frame.f_locals.values()]
+        recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, loop_values)
+    return values
 
 
 def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
@@ -305,7 +321,7 @@ def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> No
     names = {**frame.f_globals, **frame.f_locals} if recorder.loop_values else {}
     box.batch(with_loop_values(batch, recorder.loop_values, names), recorder.n, recorder.micro)
 
-
+# %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
 def _before_optimizer(recorder: Recorder) -> None:
     "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
     if recorder.watch is not None:

@@ -9,6 +9,7 @@ __all__ = []
 import re
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..names.variables import canonical_name
 from .guard import Guard, Watch
 from .hooks import graph_task
 from .slots import local
+from ..run.curves import SOFTMAX_TWICE
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #153887ae
 _OWN = ("step", "time", "segment", "series", "logged_nan", "event", "row")  # coordinates of /scalars
@@ -124,6 +126,42 @@ class StepLoss:
         "The loss of the step."
         total, self.total = self.total, None
         return total if total is None or scale is None else total / scale
+
+# %% ../../nbs/api/probe/15_scalars.ipynb #5af7a1c3
+_ON_LOGITS = ("LogSoftmaxBackward0", "BinaryCrossEntropyWithLogitsBackward0")
+_MAKE_PROBABILITIES = ("SoftmaxBackward0", "SigmoidBackward0")
+_RESHAPE = re.compile(
+    r"((Unsafe)?View|ReshapeAlias|T|Transpose|Permute|Slice|Select|(Uns|S)queeze|Clone|ToCopy)Backward\d"
+)
+_NODES = 60  # of the graph that are looked at, from the loss on: our convention
+
+
+def takes_probabilities(
+    loss: torch.Tensor,  # with a graph, which may have been freed
+) -> bool:
+    "Whether a cross-entropy of logits was given what a softmax or a sigmoid made."
+    waiting, n_visited = [loss.grad_fn], 0
+    while waiting and n_visited < _NODES:
+        node, n_visited = waiting.pop(0), n_visited + 1
+        inputs = [] if node is None else [child for child, _ in node.next_functions]
+        if node is not None and node.name() in _ON_LOGITS:
+            source = inputs[0]
+            while source is not None and _RESHAPE.fullmatch(source.name()):
+                source = source.next_functions[0][0]
+            if source is not None and source.name() in _MAKE_PROBABILITIES:
+                return True
+        waiting += inputs
+    return False
+
+
+def note_loss_input(
+    guard: Guard,  # of the recording
+    values: Iterable[Any],  # of the loop, its loss among them
+) -> None:
+    "Note where a loss of logits is given probabilities."
+    losses = [v for v in values if torch.is_tensor(v) and v.numel() == 1 and v.grad_fn is not None]
+    if any(map(takes_probabilities, losses)):
+        guard.note(f"{SOFTMAX_TWICE}: a softmax or sigmoid is followed by a loss that takes one itself")
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #6c96605c
 _FRAMES = 20  # calls between a GradScaler's `step` and the optimizer's, at most; our convention

@@ -125,12 +125,16 @@ def as_list(
     return [] if value is None else [value]
 
 
+# class of a wrapper -> its attribute that is the model
+_WRAPPED = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
+
+
 def model_itself(
     model: Any,  # a module
 ) -> Any:
-    "The model without its DDP or FSDP wrapper."
-    is_spread = type(model).__name__ in ("DistributedDataParallel", "DataParallel")
-    return model.module if is_spread and hasattr(model, "module") else model
+    "The model without what `torch.compile`, DDP or DataParallel put around it."
+    name = _WRAPPED.get(type(model).__name__)
+    return model_itself(getattr(model, name)) if name and hasattr(model, name) else model
 
 # %% ../../nbs/api/probe/16_settings.ipynb #5e712f5c
 _STATS = {

@@ -106,6 +106,15 @@ def _inputs_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
         handle.remove()
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #454d539e
+def _why_left_out(error: Exception, fmt: str) -> str:
+    "Why a program cannot run with weights in 16 bits."
+    message = str(error).splitlines()[0][:200]
+    is_mixed = "same dtype" in message or "should be the same" in message
+    if not is_mixed:
+        return f"it cannot run so: {message}"
+    return f"the program makes tensors of another format itself, which do not meet {fmt} weights: {message}"
+
+
 def _casts(
     snapshot: Snapshot,  # the state before the step
     model: torch.nn.Module,  # built from it, as the run was
@@ -130,7 +139,7 @@ def _casts(
         return casts, {}
     # a loss that makes float32 tensors or arrays of NumPy itself, a kernel without the format
     except (RuntimeError, TypeError) as error:
-        why = f"it cannot run so: {str(error).splitlines()[0][:200]}"
+        why = _why_left_out(error, fmt)
     with _inputs_in(narrow, dtype):
         try:
             casts[words[1]] = find_loss_cast(narrow, part, loss)

@@ -19,7 +19,15 @@ from .training_facts import training_facts
 from ..findings import Finding
 from ..limits import limit
 from ...names.errors import InputError
-from ...run.curves import CLIPPED_SCALED, NOT_CLEARED, group_of, noted_at
+from stabilitylab.run.curves import (
+    CLIPPED_SCALED,
+    LIKELIHOOD,
+    NOT_CLEARED,
+    SOFTMAX_TWICE,
+    curve,
+    group_of,
+    noted_at,
+)
 from ...run.record import is_run
 from ...run.recording import opened
 
@@ -36,10 +44,18 @@ def _same_batch(table: pd.DataFrame) -> RunFacts:
     return {"same_batch": (float(stretch[at]), int(step[at - int(stretch[at])]))}
 
 
+_NOTES = {"gradients_kept": NOT_CLEARED, "clipped_scaled": CLIPPED_SCALED, "softmax_twice": SOFTMAX_TWICE}
+
+
 def _of_notes(run: xr.DataTree) -> RunFacts:
-    "What the Recorder noted of the training loop: that it does not clear gradients, or clips scaled ones."
-    notes = {"gradients_kept": noted_at(run, NOT_CLEARED), "clipped_scaled": noted_at(run, CLIPPED_SCALED)}
-    return {name: (1.0, at) for name, at in notes.items() if at is not None}
+    "What the Recorder noted of the training loop, such as clipping of scaled gradients, as facts."
+    notes = {name: noted_at(run, note) for name, note in _NOTES.items()}
+    facts: RunFacts = {name: (1.0, at) for name, at in notes.items() if at is not None}
+    loss = curve(run, "loss") if noted_at(run, LIKELIHOOD) is not None else None
+    if loss is not None and (loss.value < 0).any():
+        at = int(np.argmax(loss.value < 0))
+        facts["likelihood_below_zero"] = (float(loss.value[at]), int(loss.step[at]))
+    return facts
 
 # %% ../../../nbs/api/detect/facts/85_evidence.ipynb #a18d112b
 _REPEATS = ("batches_again", "same_batch")  # facts that accuse a loader

@@ -214,6 +214,7 @@ def _of_format(steps: Steps) -> RunFacts:
     return facts
 
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #d4e0652c
+_RATE_GONE = 1e-4  # of the highest rate, which published schedules reach at their end at most; our convention
 _GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one half of the zoo
 
 
@@ -232,12 +233,49 @@ def _of_model(steps: Steps) -> RunFacts:
     facts["grad_jumps"] = (float(len(jumps)), steps.step[jumps[0]] if len(jumps) else None)
     return facts
 
+
+def _of_inputs(steps: Steps) -> RunFacts:
+    "The size of what enters the first layer, where that is a matrix and not a norm or a table."
+    sizes, shapes = steps.table("activations", "in_rms"), steps.run.attrs.get("shapes", {})
+    first = next(iter(shapes), "")
+    module = str(first).rpartition(".")[0]
+    if sizes is None or len(shapes[first]) < 2 or module not in sizes.module.values:
+        return {}
+    return {"input_rms": (float(sizes.sel(module=module)[0]), steps.step[0])}
+
+
+def _of_rate(steps: Steps) -> RunFacts:
+    "Since when the learning rate and the updates are next to nothing, as a share of the steps."
+    n = len(steps.lr)
+    if n < limit("short_records") or len(steps.update) != n or not np.nanmax(np.append(steps.lr, 0)) > 0:
+        return {}
+    at = int(np.flatnonzero(steps.lr > _RATE_GONE * np.nanmax(steps.lr))[-1]) + 1
+    if at == n or not np.nanmedian(steps.update[at:]) < _RATE_GONE * np.nanmax(steps.update[:at]):
+        return {}
+    return {"rate_gone": (1 - at / n, steps.step[at]), "rate_end": (float(steps.lr[at]), steps.step[at])}
+
+
+def _of_weights(steps: Steps) -> RunFacts:
+    "In how many steps every trained matrix fell to half of its norm."
+    norms, shapes = steps.table("weights", "weight_norm"), steps.run.attrs.get("shapes", {})
+    if norms is None or len(steps.step) < limit("short_records"):
+        return {}
+    trained = [name for name in steps.run.attrs.get("trainable", []) if len(shapes.get(name, [])) > 1]
+    chosen = norms.sel(param=[name for name in trained if name in norms.param.values]).values
+    chosen = chosen[:, chosen[0] > 0]  # else it began at zero
+    is_half = (chosen < chosen[:1] / 2).all(axis=1)
+    if not chosen.shape[1] or not is_half.any():
+        return {}
+    at = int(np.argmax(is_half))
+    return {"halved_in": (float(steps.step[at] - steps.step[0]), steps.step[at])}
+
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #6ff32df7
 def training_facts(
     steps: Steps,  # of a record
 ) -> RunFacts:
     "What the start, the updates, the parts and the number format of a run show."
     facts: RunFacts = {}
-    for measure in (_of_start, _of_updates, _of_parts, _of_format, _of_model):
+    measures = (_of_start, _of_updates, _of_parts, _of_format, _of_model, _of_inputs, _of_rate, _of_weights)
+    for measure in measures:
         facts |= measure(steps)
     return facts

@@ -40,7 +40,7 @@ from stabilitylab.probe.draft.name_sources import (
 from .python_source import Draft, cast_source, model_source, seen_words
 from .running_script import assigned_names, local_modules, main_module
 from .trainer_code import dropout_off, forward_patches, mixed_dtype, prepared
-from ...run.curves import CLIPPED_SCALED, TRAINED_BESIDE
+from ...run.curves import CLIPPED_SCALED, LIKELIHOOD, TRAINED_BESIDE
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
 class _Localize(ast.NodeTransformer):
@@ -204,12 +204,25 @@ def loop_code(
     return LoopCode(lines, clip, clips_nothing(span.source), missing, expressions)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #5fc9b422
+def _is_likelihood(span: LoopSpan) -> bool:
+    "Whether the loss is what `nll_loss` returns, and nothing beside it."
+    node: ast.expr | None = span.loss
+    if isinstance(node, ast.Name):
+        name = node.id
+        own = [s for s in span.statements if isinstance(s, ast.Assign) and name in stored_names(s)]
+        node = own[-1].value if len(own) == 1 else None
+    function = value_at(node.func, span.scope) if isinstance(node, ast.Call) else None
+    return function is nn.functional.nll_loss or type(function) is nn.NLLLoss
+
+
 def _note_faults(span: LoopSpan, recorder: Any, model: torch.nn.Module, expressions: dict[str, str]) -> None:
     "Note what the lines of a loop show: clipping of scaled gradients, another network that is trained."
     scale = scale_of_clipped(span.source, span.scope)
     if scale != 1:
         text = f"{CLIPPED_SCALED} of {scale:g}: call `scaler.unscale_(optimizer)` before the clipping"
         recorder.guard.note(text)
+    if _is_likelihood(span):
+        recorder.guard.note(LIKELIHOOD, aloud=False)
     optimizers = [value for value in span.scope.values() if isinstance(value, torch.optim.Optimizer)]
     own, trained = {id(p) for p in model.parameters()}, set()
     for optimizer in optimizers:
