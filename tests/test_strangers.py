@@ -186,6 +186,29 @@ def test_a_trial_refuses_a_closure(tmp_path, monkeypatch):
         start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")
 
 
+def test_a_trial_of_several_optimizers_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    "Three networks with an optimizer each: `allowed: one optimizer` was all that was told."
+    torch.manual_seed(0)
+
+    def two(model):
+        return [torch.optim.SGD([parameter], 0.1) for parameter in list(model.parameters())[:2]]
+
+    model, data = Curve(), {"x": torch.randn(12, 3), "y": torch.randn(12)}
+    optimizers = two(model)
+    with Recorder(model, optimizers, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(4):
+            loss = model(**recorder.batch(data))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            recorder.step(loss)
+    setup = Setup(Curve, lambda model, batch: model(**batch), two)
+    monkeypatch.setattr(start, "setup_of", lambda path, name: setup)
+    with pytest.raises(ValueError, match="one that has the parameters of all of them, as groups"):
+        start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")
+
+
 class Layerwise(Curve):
     "Its `train` is a training loop."
 
