@@ -37,7 +37,7 @@ from stabilitylab.replay.state import Setup
 from stabilitylab.replay.user_code import function_at, theirs
 from stabilitylab.run.curves import CLIPPED_SCALED, TRAINED_BESIDE
 from stabilitylab.run.record import open_run
-from stabilitylab.trial import start
+from stabilitylab.trial import start as trial_start
 
 
 class Actor(nn.Module):
@@ -695,6 +695,6 @@ def test_a_trial_of_several_optimizers_is_refused_with_a_way_out(tmp_path, monke
                 optimizer.zero_grad()
             recorder.step(loss)
     setup = Setup(lambda: nn.Linear(3, 1), lambda model, batch: model(batch).square().mean(), two)
-    monkeypatch.setattr(start, "setup_of", lambda path, name: setup)
+    monkeypatch.setattr(trial_start, "setup_of", lambda path, name: setup)
     with pytest.raises(ValueError, match="one that has the parameters of all of them, as groups"):
-        start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")
+        trial_start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")
