@@ -259,6 +259,29 @@ def test_a_slow_twin_finds_the_same_module(fault):
     assert parted == [compare_implementations(model, other, batch, loss).first]
 
 
+class Scaled(nn.Linear):
+    "A layer with a gradient that is 10 % too large, of its weight or its input."
+
+    def __init__(self, layer, of):
+        super().__init__(layer.in_features, layer.out_features)
+        self.load_state_dict(layer.state_dict())
+        self.of = of
+
+    def forward(self, x):
+        x, weight = x * 1, self.weight * 1
+        {"input": x, "weight": weight}[self.of].register_hook(lambda gradient: 1.1 * gradient)
+        return F.linear(x, weight, self.bias)
+
+
+def test_a_gradient_of_a_parameter_comes_before_those_of_earlier_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    other = copy.deepcopy(model)
+    other[2], other[4] = Scaled(other[2], "input"), Scaled(other[4], "weight")
+    result = compare_implementations(model, other, torch.randn(5, 3), lambda m, x: m(x).square().mean())
+    assert (result.first, result.direction, result.tensor) == ("4", "backward", "weight of 4")
+
+
 def test_the_errors_equal_a_slow_twin():
     model, batch = model_and_batch(2)
     other = copy.deepcopy(model).bfloat16()

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.mcp.answers import answer
@@ -269,3 +270,10 @@ def test_a_folder_that_is_not_there_is_a_sentence(tmp_path):
     done = command("mcp", "--root", tmp_path / "none")
     assert done.returncode == 2 and "a folder that is there" in done.stderr
     assert {line.split()[0] for line in command("mcp", "--list").stdout.splitlines()} == set(TOOLS)
+
+
+def test_the_tensors_of_a_batch_in_a_class_of_its_own_have_their_names():
+    from stabilitylab.mcp.reading import _tensors
+
+    inner = SimpleNamespace(ids=torch.ones(2), lengths=[torch.ones(1)])
+    assert list(dict(_tensors({"x": inner}))) == ["x.ids", "x.lengths.0"]

@@ -37,6 +37,7 @@ from stabilitylab.replay.state import Setup
 from stabilitylab.replay.user_code import function_at, theirs
 from stabilitylab.run.curves import CLIPPED_SCALED, TRAINED_BESIDE
 from stabilitylab.run.record import open_run
+from stabilitylab.trial import start as trial_start
 
 
 class Actor(nn.Module):
@@ -706,3 +707,25 @@ def test_a_network_that_steps_between_the_batch_and_the_backward_pass_is_named(t
             recorder.step(loss)
     check = check_setup(tmp_path / "run", 5, setup, retrace(tmp_path / "run", 5, setup))
     assert not check.is_step and "runs through judge, which the loop trains too" in check.words
+
+
+def test_a_trial_of_several_optimizers_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    "Three networks with an optimizer each: `allowed: one optimizer` was all that was told."
+
+    def two(model):
+        return [torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()]
+
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+    optimizers = two(model)
+    with Recorder(model, optimizers, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(3):
+            loss = model(recorder.batch(x)).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            recorder.step(loss)
+    setup = Setup(lambda: nn.Linear(3, 1), lambda model, batch: model(batch).square().mean(), two)
+    monkeypatch.setattr(trial_start, "setup_of", lambda path, name: setup)
+    with pytest.raises(ValueError, match="one that has the parameters of all of them, as groups"):
+        trial_start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")

@@ -169,12 +169,14 @@ def _span(run: xr.DataTree) -> dict[str, int]:
 def finish(
     findings: Iterable[Finding],  # findings without explanation and remedies
     run: xr.DataTree | None = None,  # record of the run; None: remedies are not ranked for a run
+    context: RunContext | None = None,  # of the run, where it is known already
 ) -> list[Finding]:  # the same findings with explanation and remedies
     "Adds explanations and remedies to findings; the remedies that fit the run come first."
     findings_so_far = list(findings)
     if run is None:
         return [_finished(f, RunContext()) for f in findings_so_far]
-    context, span, loss = run_context(run, findings_so_far), loss_span(run), loss_name(run)
+    context = context or run_context(run, findings_so_far)
+    span, loss = loss_span(run), loss_name(run)
     return [_finished(f, at_step(context, span, f.onset), loss) for f in findings_so_far]
 
 
@@ -223,9 +225,10 @@ def diagnose(
             findings += _detected(find, run)
         for relation in _RELATIONS if detectors is None else ():
             findings = _related(_load(relation), run, findings)
-        findings = finish(findings, run)
+        context = run_context(run, findings)
+        findings = finish(findings, run, context)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
     shown_by = {"evidence": evidence(run, findings), "absent": _absent(run), "loss": loss_name(run)}
-    shown_by["precision"] = run_context(run, findings).precision
+    shown_by["precision"] = context.precision
     attrs = origin | _span(run) | {name: v for name, v in shown_by.items() if v}
     return fitted_to_cause(Findings(findings, attrs))

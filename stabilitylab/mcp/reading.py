@@ -22,7 +22,7 @@ from ..investigation.opening import open_recordings
 from .answers import allowed_path, answer
 from .trial_job import TrialJob
 from ..names.errors import bad_input
-from ..numerics.pytree import LOOP, batch_alone, loop_tensors
+from ..numerics.pytree import LOOP, batch_alone, loop_tensors, parts_of
 from ..replay.snapshot import load_batch
 from ..report.brief import MOST_CHARACTERS, Brief
 from ..report.brief import brief as brief_of
@@ -38,10 +38,10 @@ def _tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]
     if isinstance(value, torch.Tensor):
         yield name or "batch", value
         return
-    items = value.items() if hasattr(value, "items") else ()
-    if isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    for key, inner in items:
+    parts = parts_of(value)
+    if isinstance(parts, (list, tuple)):
+        parts = dict(enumerate(parts))
+    for key, inner in parts.items() if isinstance(parts, dict) else ():
         yield from _tensors(inner, f"{name}.{key}" if name else str(key))
 
 

@@ -252,7 +252,7 @@ def read_shared(
     parts = [(3 * part + role, piece) for row in rows for part, piece in modules.pieces(row, tensor)]
     shared = [3 * row + role for row in rows]
     # a fused projection is the sum of its parts; its channels, which are looked at now and then, are not
-    if len(parts) == len("qkv") and not slots.sampling and slots.keys_of(tensor) is None:
+    if len(parts) == len("qkv") and not slots.sampling and slots.tensors.keys_of(tensor) is None:
         slots.measure_parts(shared, tensor, parts)
         return
     slots.measure(shared, tensor, axis=1 if modules.kinds[rows[0]] == "conv" else -1)
@@ -353,7 +353,7 @@ class ModuleProbe:
             self.handles.append(module.register_forward_hook(Watch(module, look)))
         self.handles += self.passes.hook(model)
         self.rows, self.reader = rows, OutputReader(rows, self.passes, self.gradients)
-        self.slots.rows.size = 3 * len(rows.names)
+        self.slots.tensors.rows.size = 3 * len(rows.names)
 
     def _guarded(self, row: int, name: str, takes_input: bool) -> Callable:
         "The hook of one module."
@@ -366,7 +366,7 @@ class ModuleProbe:
                 self.reader.look(row, args if takes_input else (), out)
             except Exception as error:
                 # half of what it fills would pass for the whole of its step
-                self.slots.forget(row)
+                self.slots.uses.forget(row)
                 self.guard.failed(OUTPUTS, name, error)
 
         return look

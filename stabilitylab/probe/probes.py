@@ -202,7 +202,7 @@ def take_step(
         outputs,
         uses,
         order,
-        slots.dtypes,
+        slots.uses.dtypes,
         details,
         tops,
         gradients,
@@ -219,7 +219,7 @@ def _take_details(probes: Probes, uses: dict) -> tuple[dict, dict]:
     params = probes.params.reader.details
     if not params.sampling:
         return {}, {}
-    rows, tops = probes.modules.slots.take_details(uses)
+    rows, tops = probes.modules.slots.details.take(uses)
     details = {("module", key): row for key, row in rows.items()}
     for what, rows_by_param in params.take().items():
         details |= {(what, i): row for i, row in rows_by_param.items()}

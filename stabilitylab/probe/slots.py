@@ -78,52 +78,64 @@ def _uses_with_backward(backed: set[int], uses: dict[int, list[tuple[tuple, int]
     return of_slots
 
 # %% ../../nbs/api/probe/13_slots.ipynb #527263e3
-class _Rows:
-    "Rows of sums, and the tensors that were read into them."
+class _ReadTensors:
+    "The tensors that were read in a step, with the keys of their rows of sums."
 
-    # slot = 3*row of the module + role   (role 0: output, 1: input, 2: gradient of the output)
-    # uses: slot -> [(key of a row of sums, forward pass), …], one entry a call and micro-batch
     # A tensor that is met again is known by its id, a weak reference and its version: an id alone is
     # given out again after the tensor is freed, and an in-place write changes what was read.
 
     def __init__(self):
         self.rows = SumRows(3)
-        self.uses: dict[int, list[tuple[tuple, int]]] = {}
-        self.order: list[int] = []  # slots in the order in which they were filled
-        self.dtypes: dict[int, torch.dtype] = {}  # by slot
-        self.read_tensors: dict[int, tuple] = {}  # id of a tensor -> (weak reference, version, keys)
-        self.backed: set[int] = set()  # forward passes that a backward pass came to
-        self.forward = 0  # number of the forward pass of the whole model that runs; 0 outside of one
-        self.sampling = False  # whether this step takes the costly statistics
-        self.details: dict[tuple, torch.Tensor] = {}  # costly statistics by key
-        self.channels: dict[tuple, torch.Tensor] = {}  # channel maxima by key
+        self.by_id: dict[int, tuple] = {}  # id of a tensor -> (weak reference, version, keys)
 
     def keys_of(
         self,
         tensor: torch.Tensor,  # any
     ) -> list[tuple] | None:  # None where it was not read, or was written since
         "The rows of sums that hold a tensor."
-        hit = self.read_tensors.get(id(tensor))
+        hit = self.by_id.get(id(tensor))
         if hit is None or hit[0]() is not tensor or hit[1] != version_of(tensor):
             return None
         return hit[2]
 
-    def _remember(self, tensor: torch.Tensor, keys: list[tuple]) -> None:
-        "Which rows of sums hold a tensor."
-        self.read_tensors[id(tensor)] = weakref.ref(tensor), version_of(tensor), keys
+    def read(
+        self,
+        tensor: torch.Tensor,  # as the model made it
+        parts: list[torch.Tensor],  # its numbers: all together, or in pieces
+    ) -> list[tuple]:
+        "New rows with the sums of a tensor; their keys."
+        keys = []
+        for numbers in parts:
+            key, sums = self.rows.new(numbers.device)
+            add_sums(numbers, sums)
+            keys.append(key)
+        self.by_id[id(tensor)] = weakref.ref(tensor), version_of(tensor), keys
+        return keys
 
-    def _read(self, numbers: torch.Tensor) -> tuple:
-        "A new row with the sums of a tensor; its key."
-        key, sums = self.rows.new(numbers.device)
-        add_sums(numbers, sums)
-        return key
+# %% ../../nbs/api/probe/13_slots.ipynb #8c1e0a01
+class _SlotUses:
+    "Which rows of sums hold the tensors of each slot, one entry a call and micro-batch."
 
-    def _use(self, slots: list[int], keys: list[tuple], dtype: torch.dtype, is_first: bool) -> None:
+    # slot = 3*row of the module + role   (role 0: output, 1: input, 2: gradient of the output)
+
+    def __init__(self):
+        self.uses: dict[int, list[tuple[tuple, int]]] = {}  # slot -> (key of a row of sums, forward pass)
+        self.order: list[int] = []  # slots in the order in which they were filled
+        self.dtypes: dict[int, torch.dtype] = {}  # by slot
+
+    def add(
+        self,
+        slots: list[int],  # that a tensor fills
+        keys: list[tuple],  # of its rows of sums
+        forward: int,  # number of the forward pass; 0: outside of one
+        dtype: torch.dtype,  # of the tensor
+        is_first: bool,  # whether it was read now
+    ) -> None:
         "Note which rows of sums are of these slots."
         for slot in slots:
             if slot not in self.uses and is_first:
                 self.order.append(slot)
-            self.uses.setdefault(slot, []).extend((key, self.forward) for key in keys)
+            self.uses.setdefault(slot, []).extend((key, forward) for key in keys)
             self.dtypes[slot] = dtype
 
     def forget(
@@ -134,17 +146,61 @@ class _Rows:
         for slot in range(3 * row, 3 * row + 3):
             self.uses.pop(slot, None)
 
+    def take(
+        self,
+        backed: set[int],  # forward passes that a backward pass came to
+    ) -> tuple[dict, list]:
+        "The rows of each slot, and the slots in order. Starts anew."
+        of_slots = _uses_with_backward(backed, self.uses)
+        order = [slot for slot in self.order if slot in of_slots]
+        self.uses, self.order = {}, []
+        return of_slots, order
+
 # %% ../../nbs/api/probe/13_slots.ipynb #08e47bc5
-def _add_details(rows: _Rows, slot: int, key: tuple, numbers: torch.Tensor, axis: int) -> None:
-    "The costly statistics of a tensor, once."
-    if key not in rows.details:
-        rows.details[key] = tensor_detail(numbers)
-    if slot % 3 == 0 and key not in rows.channels and numbers.ndim and numbers.shape[-1]:
-        rows.channels[key] = channel_maxima(numbers, axis if numbers.ndim > 2 else -1)
+class _SlotDetails:
+    "The costly statistics of tensors in a sampled step, each taken once."
+
+    def __init__(self):
+        self.rows: dict[tuple, torch.Tensor] = {}  # by key
+        self.channels: dict[tuple, torch.Tensor] = {}  # channel maxima by key
+
+    def add(
+        self,
+        slot: int,  # that the tensor fills
+        key: tuple,  # of its row of sums
+        numbers: torch.Tensor,  # the tensor
+        axis: int,  # of its channels
+    ) -> None:
+        "Read a tensor, unless that was done."
+        if key not in self.rows:
+            self.rows[key] = tensor_detail(numbers)
+        if slot % 3 == 0 and key not in self.channels and numbers.ndim and numbers.shape[-1]:
+            self.channels[key] = channel_maxima(numbers, axis if numbers.ndim > 2 else -1)
+
+    def take(
+        self,
+        uses: dict[int, list],  # slot -> keys
+    ) -> tuple[dict, dict]:
+        "Rows by key, and the top channel of each output by slot. Starts anew."
+        tops = {}
+        for slot, keys in uses.items():
+            maxima_list = [self.channels[key] for key in keys if slot % 3 == 0 and key in self.channels]
+            if not maxima_list:
+                continue
+            is_even = len({maxima.shape for maxima in maxima_list}) == 1
+            tops[slot] = top_channel(torch.stack(maxima_list).amax(0) if is_even else maxima_list[0])
+        rows, self.rows, self.channels = self.rows, {}, {}
+        return rows, tops
 
 # %% ../../nbs/api/probe/13_slots.ipynb #aab7320b
-class SlotRows(_Rows):
+class SlotRows:
     "The rows of sums of one step, and which of them hold the tensors of each slot."
+
+    def __init__(self):
+        self.tensors, self.uses, self.details = _ReadTensors(), _SlotUses(), _SlotDetails()
+        self.backed: set[int] = set()  # forward passes that a backward pass came to
+        self.forward = 0  # number of the forward pass of the whole model that runs; 0 outside of one
+        self.sampling = False  # whether this step takes the costly statistics
 
     def measure(
         self,
@@ -153,15 +209,14 @@ class SlotRows(_Rows):
         axis: int = -1,  # of the channels
     ) -> None:
         "Read a tensor for `slots`, unless that was done for another module."
-        keys, numbers = self.keys_of(tensor), None
+        keys, numbers = self.tensors.keys_of(tensor), None
         if keys is None:
             numbers = readable(tensor)
-            keys = [self._read(numbers)]
-            self._remember(tensor, keys)
-        self._use(slots, keys, tensor.dtype, is_first=numbers is not None)
+            keys = self.tensors.read(tensor, [numbers])
+        self.uses.add(slots, keys, self.forward, tensor.dtype, is_first=numbers is not None)
         # inputs are outputs of another module, or the batch: their details would be the same once more
         if self.sampling and slots[0] % 3 != 1:
-            _add_details(self, slots[0], keys[0], readable(tensor) if numbers is None else numbers, axis)
+            self.details.add(slots[0], keys[0], readable(tensor) if numbers is None else numbers, axis)
 
     def measure_parts(
         self,
@@ -170,32 +225,13 @@ class SlotRows(_Rows):
         parts: list[tuple[int, torch.Tensor]],  # slot and piece; together they are the tensor
     ) -> None:
         "Read the pieces of a tensor; their sums add up to those of the whole."
-        keys = [self._read(readable(part)) for _, part in parts]
-        self._remember(tensor, keys)
-        self._use(slots, keys, tensor.dtype, is_first=True)
+        keys = self.tensors.read(tensor, [readable(part) for _, part in parts])
+        self.uses.add(slots, keys, self.forward, tensor.dtype, is_first=True)
         for (slot, _), key in zip(parts, keys, strict=True):
-            self._use([slot], [key], tensor.dtype, is_first=True)
+            self.uses.add([slot], [key], self.forward, tensor.dtype, is_first=True)
 
     def take(self) -> tuple[dict, dict, list]:
         "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
-        got, uses = self.rows.take(), _uses_with_backward(self.backed, self.uses)
-        order = [slot for slot in self.order if slot in uses]
-        self.uses, self.order, self.read_tensors, self.backed = {}, [], {}, set()
-        return got, uses, order
-
-    def take_details(
-        self,
-        uses: dict[int, list],  # from `take`
-    ) -> tuple[dict, dict]:
-        "The costly statistics since the last call: rows by key, the top channel by slot. Starts anew."
-        tops = {}
-        for slot, keys in uses.items():
-            maxima_list = (
-                [self.channels[key] for key in keys if key in self.channels] if slot % 3 == 0 else []
-            )
-            if not maxima_list:
-                continue
-            is_even = len({maxima.shape for maxima in maxima_list}) == 1
-            tops[slot] = top_channel(torch.stack(maxima_list).amax(0) if is_even else maxima_list[0])
-        got, self.details, self.channels = self.details, {}, {}
-        return got, tops
+        rows, (uses, order) = self.tensors.rows.take(), self.uses.take(self.backed)
+        self.tensors.by_id, self.backed = {}, set()
+        return rows, uses, order

@@ -38,6 +38,7 @@ class _Key(NamedTuple):
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #ea94e106
 _LOSS = _Key("", 0, "loss")
+_FORWARD, _BACKWARD = ("input", "output", "loss"), ("gradient of output", "gradient of input")
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #46545409
 class _Watch:
@@ -349,18 +350,16 @@ class ImplementationComparison:
 # %% ../../nbs/api/replay/16_implementations.ipynb #4167d626
 def _in_order(reference: _Run) -> list[_Key]:
     "The tensors in the order of execution, gradients of parameters beside the module they belong to."
-    params = {key for key in reference.values if key not in reference.around or key == _LOSS}
-    of_module: dict[str, list[_Key]] = {}
-    for key in params - {_LOSS}:
-        of_module.setdefault(key.module, []).append(key)
-    ordered: list[_Key] = []
+    of_params: dict[str, list[_Key]] = {}
     for key in reference.values:
-        if key in params and key != _LOSS:
-            continue
+        if key.part not in _FORWARD + _BACKWARD:
+            of_params.setdefault(key.module, []).append(key)
+    ordered: list[_Key] = []
+    for key in (key for key in reference.values if key.part in _FORWARD + _BACKWARD):
         ordered.append(key)
         if key.part == "gradient of output":
-            ordered += sorted(of_module.pop(key.module, ()))
-    return ordered + [key for keys in of_module.values() for key in keys]
+            ordered += of_params.pop(key.module, [])
+    return ordered + [key for keys in of_params.values() for key in keys]
 
 
 def _module_of(key: _Key, around: dict[_Key, tuple | None]) -> str:
@@ -373,6 +372,24 @@ def _module_of(key: _Key, around: dict[_Key, tuple | None]) -> str:
     return caller[0] if caller is not None else "loss"
 
 
+def _first_difference(
+    key: _Key | None,  # of the first tensor that differs; None: none does
+    run: _Run,  # of the second implementation
+    floor: dict[_Key, float],  # from `_floor`
+    around: dict[_Key, tuple | None],  # of the reference
+) -> dict:
+    "The fields of a comparison that name the first tensor that differs."
+    if key is None:
+        return dict(first="", direction="", tensor="", error=np.nan, floor=np.nan)
+    return {
+        "first": _module_of(key, around) or _ROOT,
+        "direction": "forward" if key.part in _FORWARD else "backward",
+        "tensor": "loss" if key == _LOSS else f"{key.part} of {key.module or 'the model'}",
+        "error": run.errors[key],
+        "floor": floor[key],
+    }
+
+# %% ../../nbs/api/replay/16_implementations.ipynb #4167d627
 _NUMBERS = ("error", "floor", "grad_error", "grad_floor")
 
 
@@ -412,21 +429,14 @@ def compare_implementations(
         raise bad_input("rename", rename, "a function from the modules of `other` to those of `model`")
     floor = _floor(reference, loss, first, second, repeats, seed)
     order = [key for key in _in_order(exact) if key in second.errors]
-    is_beyond = (key for key in order if not second.errors[key] <= factor * floor[key])
-    parted = next(is_beyond, None)
-    modules = {key.module for key in exact.values} ^ {key.module for key in second.roundoff}
-    unmatched = modules | ({key.module for key in exact.values} - {key.module for key in second.errors})
-    result = partial(
-        ImplementationComparison,
+    beyond = (key for key in order if not second.errors[key] <= factor * floor[key])
+    modules = {key.module for key in exact.values}
+    unmatched = modules ^ {key.module for key in second.roundoff}
+    unmatched |= modules - {key.module for key in second.errors}
+    return ImplementationComparison(
+        **_first_difference(next(beyond, None), second, floor, exact.around),
         loss=(first.loss, second.loss),
         differences=_differences(model, other, rename),
         unmatched=tuple(sorted(unmatched)),
         modules=_table(order, second.errors, floor, factor),
     )
-    if parted is None:
-        return result(first="", direction="", tensor="", error=np.nan, floor=np.nan)
-    direction = "forward" if parted.part in ("input", "output", "loss") else "backward"
-    tensor = f"{parted.part} of {parted.module or 'the model'}" if parted != _LOSS else "loss"
-    first_module, error = _module_of(parted, exact.around), second.errors[parted]
-    name = first_module or _ROOT
-    return result(first=name, direction=direction, tensor=tensor, error=error, floor=floor[parted])

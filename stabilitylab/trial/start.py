@@ -276,7 +276,8 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
     if optimizer is None:
         raise bad_input("setup", "a Setup without an optimizer", "one that makes it", "a trial has to train")
     if isinstance(optimizer, list):
-        raise bad_input("setup", f"a Setup with {len(optimizer)} optimizers", "one optimizer")
+        fix = "record the run with one that has the parameters of all of them, as groups"
+        raise bad_input("setup", f"a Setup with {len(optimizer)} optimizers", "one optimizer", fix)
     if needs_closure(optimizer):
         words = f"a Setup with {type(optimizer).__name__}, whose step needs a closure"
         raise bad_input("setup", words, "an optimizer that steps with the gradients it finds")

@@ -180,7 +180,16 @@ def _sensitivity_of(rows: pd.DataFrame, axis: str, untrained: float | None) -> d
     low, high = paired_interval(each)
     return {"sensitivity": float(np.mean(each)), "low": low, "high": high, "best": mean.idxmin()}
 
-# %% ../../nbs/api/trial/09_sweep.ipynb #d5ff5310
+# %% ../../nbs/api/trial/09_sweep.ipynb #5a1f0b01
+def _parts_of(tasks: Sequence[ArmTask], room: int) -> list[TaskPart]:
+    "As many parts as there is room for, each of tasks with similar shapes."
+    # arms of one shape train as one model, so they belong into one process
+    by_shape = sorted(tasks, key=lambda task: (_shape_key(task), task.index, task.seed))
+    n_parts = min(room, len(tasks))
+    ends = [len(tasks) * part // n_parts for part in range(n_parts + 1)] if n_parts else []
+    return [tuple(by_shape[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+# %% ../../nbs/api/trial/09_sweep.ipynb #bb04767a
 def _shape_key(task: ArmTask) -> str:
     "Sort key by what probably shapes the model: integers and words among its arguments, and its fixes."
     arguments = task.start.arguments.items() if task.start else ()
@@ -188,8 +197,8 @@ def _shape_key(task: ArmTask) -> str:
     return to_json({"arguments": shaped, "fixes": [row["name"] for row in task.arm.fixes]})
 
 
-class _SweepPoints(TaskQueue["SweepResult"]):
-    "Points and seeds of a sweep, in parts that one process trains."
+class Sweep(TaskQueue["SweepResult"]):
+    "Points that train from one start, in child processes or on a cluster."
 
     kind, arm_word = "sweep", "point"
     function = "stabilitylab.trial.batched:train_batched"
@@ -214,23 +223,11 @@ class _SweepPoints(TaskQueue["SweepResult"]):
         self._room = workers or there or os.cpu_count() or 1
         points = [(i, point.arm, point.start) for i, point in enumerate(self.points)]
         tasks = [ArmTask(arm, i, seed, start) for i, arm, start in points for seed in range(seeds)]
-        self._waiting = self._parts(self._add_tasks(tasks))
-
-    def _parts(self, tasks: Sequence[ArmTask]) -> list[TaskPart]:
-        "As many parts as there is room for, each of tasks with similar shapes."
-        # arms of one shape train as one model, so they belong into one process
-        by_shape = sorted(tasks, key=lambda task: (_shape_key(task), task.index, task.seed))
-        n_parts = min(self._room, len(tasks))
-        ends = [len(tasks) * part // n_parts for part in range(n_parts + 1)] if n_parts else []
-        return [tuple(by_shape[begin:end]) for begin, end in itertools.pairwise(ends)]
+        self._waiting = _parts_of(self._add_tasks(tasks), self._room)
 
     def _arguments(self, part: TaskPart) -> dict:
         "The arguments of the function that trains a part."
         return {"arms": [self._call(task) for task in part]}
-
-# %% ../../nbs/api/trial/09_sweep.ipynb #bb04767a
-class Sweep(_SweepPoints):
-    "Points that train from one start, in child processes or on a cluster."
 
     def result(self) -> SweepResult:  # result of the finished arms
         "The curves and sensitivities so far."
