@@ -80,8 +80,8 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
     "model": "the first loss is another one although the weights are those of the record: does `setup.model`"
     " have the run's arguments (heads, dropout, epsilon, number format), and `setup.loss` the run's loss?",
     "beside": "the first loss is another one although the weights are those of the record. The loss runs"
-    " through {names}, which the loop trains too; the record has its weights at the end of the backward pass."
-    " What else the loop does to it after `recorder.batch`, do in `setup.loss` as well",
+    " through {names}, which the loop trains too and which the record has as it was when the backward pass"
+    " ended: what each of its passes changes, such as the vectors of a spectral norm, may be another",
     "memory": "the first loss is another one although the weights are those of the record: a second call of"
     " `setup.loss` on the same weights, batch and random numbers gives another loss, as it changes {names},"
     " which no snapshot keeps",

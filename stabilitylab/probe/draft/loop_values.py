@@ -129,13 +129,13 @@ class KeptNetworks:
             if isinstance(value, torch.nn.Module) and name != OWN_VECTORS
         }
 
-    def take_changed(self) -> dict[str, dict[str, torch.Tensor]]:  # name -> parameters as they are now
-        "The parameters of the networks that were trained since they were kept, or since the last call."
+    def take_changed(self) -> dict[str, dict[str, torch.Tensor]]:  # name -> its tensors as they are now
+        "The networks that were trained since they were kept, or since the last call."
         changed = {
             name: network for name, (network, before) in self.networks.items() if _version(network) != before
         }
         self.networks |= {name: (network, _version(network)) for name, network in changed.items()}
-        return {name: dict(network.named_parameters()) for name, network in changed.items()}
+        return {name: dict(network.state_dict()) for name, network in changed.items()}
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #71d63668
 _WORDS = "Kept with every batch: "
