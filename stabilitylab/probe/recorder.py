@@ -80,7 +80,7 @@ class Recorder:
         self.writer: Any = None
         self.at_exit: Any = None
         self.box: BlackBox | None = None  # also without snapshots
-        self.kept: KeptNetworks | None = None  # with the last batch
+        self.networks: KeptNetworks | None = None  # with the last batch
         self.watch: WarningAction | None = None  # also where no warning is asked for
         self.reports: Reports | None = None  # also where nothing is reported
 
@@ -322,12 +322,12 @@ def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> No
     "Keep a batch with the values of the loop that its loss needs."
     names = {**frame.f_globals, **frame.f_locals} if recorder.loop_values else {}
     box.batch(with_loop_values(batch, recorder.loop_values, names), recorder.n, recorder.micro)
-    recorder.kept = KeptNetworks(recorder.loop_values, names)
+    recorder.networks = KeptNetworks(recorder.loop_values, names)
 
 
 def _after_backward(recorder: Recorder) -> None:
     "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
-    changed = recorder.kept.take_changed() if recorder.kept is not None else {}
+    changed = recorder.networks.take_changed() if recorder.networks is not None else {}
     if changed and recorder.box is not None:
         recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
 

@@ -88,7 +88,7 @@ def give_vectors(
     for name, tensor in power_vectors(model).items():
         tensor.copy_(saved[name])
 
-
+# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1497
 def _values_of(expressions: dict[str, str], scope: dict[str, Any]) -> dict[str, Any]:
     "What expressions of a loop are, by their names in the draft."
     nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
