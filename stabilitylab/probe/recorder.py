@@ -135,7 +135,8 @@ class Recorder:
         if not self.is_open:
             self.guard.note(_NOT_ENTERED)
             self.__enter__()
-        values = _step_values(self, loss, scalars, sys._getframe(1))
+        frame = sys._getframe(1)
+        values = self.guard.attempt(RECORDING, None, _step_values, self, loss, scalars, frame)
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
