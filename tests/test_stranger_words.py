@@ -39,6 +39,7 @@ from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, 
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
+from stabilitylab.report.content import step_to_replay
 from stabilitylab.report.step import replay_text, step_text
 from stabilitylab.run.curves import TRAINED_BESIDE
 from stabilitylab.run.record import open_run
@@ -624,3 +625,30 @@ def test_a_loop_without_a_mistake_has_none_of_these_causes(tmp_path, recwarn):
     usual = {"decay": 0.1, "gamma": 0.9, "scale": 3.0, "last": lambda: torch.nn.LogSoftmax(-1)}
     run = classified(tmp_path / "run", **usual)
     assert not {cause.id for cause in ranked_causes(evidence(run))} & set(MISTAKES) and not len(recwarn)
+
+
+def dying(path, n, at, **options):
+    "A record of a loop that dies of its own exception."
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(model, optimizer, path, snapshot_every=5, **options) as recorder:
+        for step in range(n):
+            x, y = recorder.batch((torch.randn(8, 4), torch.full((8,), 2 if step == at else 1)))
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+
+
+def test_the_exception_that_ended_a_record_is_its_crash_until_the_run_goes_on(tmp_path):
+    with pytest.raises(IndexError):
+        dying(tmp_path / "run", 12, 9)
+    (run,) = read_runs(tmp_path / "run").values()
+    findings = diagnose(run)
+    crash = next(f for f in findings if f.kind == "crash")
+    assert crash.severity == "error" and crash.onset == 8 and "Target 2 is out of bounds" in crash.explanation
+    assert step_to_replay(findings, range(10)) == 9  # its batch was kept
+    dying(tmp_path / "run", 6, None, first_step=9)
+    (run,) = read_runs(tmp_path / "run").values()
+    assert [f.severity for f in diagnose(run) if f.kind == "crash"] == ["info"]

@@ -8,6 +8,7 @@ __all__ = ['read_runs', 'read_log']
 # %% ../../nbs/api/read/09_runs.ipynb #37a621c2
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..names.files import Scratch
 from ..names.remote import fetched, is_remote, shown_address
 from .base import head_of, to_dataset
 from .companions import companion_files, join_companion_logs, join_kernel_logs
+from .crash.incidents import crash_in_text
 from stabilitylab.read.files import (
     LogFile,
     ReadOptions,
@@ -37,6 +39,7 @@ from stabilitylab.read.groups import (
 from .recognise import formats, recognise
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from ..run.cluster import as_client, map_on
+from ..run.curves import group_of
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars, series_names
 
@@ -82,7 +85,24 @@ def _with_companions(run: xr.DataTree, path: Path) -> xr.DataTree:
     run = join_companion_logs(run, tables)
     if broken:
         run.attrs["left_out"] = run.attrs.get("left_out", {}) | broken
+    crashes = [] if run.attrs.get("crashes") else _recorded_crashes(run)
+    run.attrs |= {"crashes": crashes} if crashes else {}
     return run
+
+
+def _recorded_crashes(run: xr.DataTree) -> list[dict]:
+    "The exceptions by which a record ended, the last one and those of earlier attempts."
+    events, scalars = group_of(run, "events"), group_of(run, "scalars")
+    if events is None or scalars is None:
+        return []
+    last, crashes = scalars.step.values.max(initial=-1), []
+    is_error = events.event_kind.values.astype(str) == "error"
+    steps, texts = events.event_step.values[is_error], events.event_text.values[is_error]
+    for step, text in zip(steps.tolist(), texts.astype(str), strict=True):
+        crash = crash_in_text([text])
+        if crash is not None:
+            crashes.append(replace(crash, step=step - 1, died=bool(step > last)).to_dict())
+    return crashes
 
 # %% ../../nbs/api/read/09_runs.ipynb #ee041752
 def _rejection(file: LogFile) -> str:

@@ -320,6 +320,9 @@ def step_to_replay(
         return likely.step
     if suspect is None:
         return None
+    # a crash has the step before it
+    if suspect.kind == "crash" and suspect.onset is not None and suspect.onset + 1 in steps:
+        return suspect.onset + 1
     return steps[-1] if _is_lasting(suspect, steps) else suspect.onset
 
 
