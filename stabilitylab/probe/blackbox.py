@@ -294,7 +294,8 @@ class BlackBox(_BoxThread):
         "Saves the last batch again, with newer weights of the networks that are kept with it."
         batch = self.item["batch"]
         loop = dict(batch[LOOP])
-        for name, state in storable_copy(states).items():
+        stored: Any = storable_copy(states)
+        for name, state in stored.items():
             loop[name] = loop[name] | {"state": loop[name]["state"] | state}
         self.item = self.item | {"batch": batch | {LOOP: loop}}
         self._offer("batch", dict(self.item))
