@@ -652,3 +652,26 @@ def test_the_exception_that_ended_a_record_is_its_crash_until_the_run_goes_on(tm
     dying(tmp_path / "run", 6, None, first_step=9)
     (run,) = read_runs(tmp_path / "run").values()
     assert [f.severity for f in diagnose(run) if f.kind == "crash"] == ["info"]
+
+
+@pytest.mark.parametrize("options", [{"on_nonfinite": "stop"}, {"on_warning": "stop"}])
+def test_a_run_that_its_recorder_stopped_has_the_cause_of_what_it_saw(tmp_path, options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises((FloatingPointError, RuntimeError)),
+        Recorder(model, optimizer, tmp_path / "run", snapshot_every=5, **options) as recorder,
+    ):
+        for step in range(120):
+            x = torch.randn(8, 4)
+            x[0] = torch.inf if step == 60 else x[0]
+            loss = torch.nn.functional.mse_loss(model(recorder.batch(x)), x[:, :1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    (run,) = read_runs(tmp_path / "run").values()
+    findings = diagnose(run)
+    assert most_likely(findings).id == "bad_inputs"
+    assert ("crash" in {f.kind for f in findings}) is ("on_nonfinite" in options)

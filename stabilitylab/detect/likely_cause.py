@@ -278,16 +278,24 @@ def _is_near(cause: Cause, findings: Findings) -> bool:
     spans = [(f.first, f.end if f.end is not None else f.first) for f in findings if f.first is not None]
     return step is None or any(first - after <= step <= last for first, last in spans)
 
+
+def _says_all(finding: Finding, candidates: list[Finding]) -> bool:
+    "Whether a finding says itself why the run ended; a program also fails because of what the record shows."
+    is_failure = finding.kind == "crash" and finding.evidence.get("cause") == "exception"
+    others = [f for f in candidates if f.kind not in _ENDS and f.severity == "error"]
+    return finding.kind in _ENDS and not (is_failure and others)
+
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #ed7d504f
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
-    kinds = {f.kind for f in candidates} - {*OF_MACHINE}  # a slow machine asks for no cause of the loss
+    # neither a slow machine nor a program that fails asks for a cause of the loss
+    kinds = {f.kind for f in candidates} - {*OF_MACHINE, "crash"}
     is_ill = bool(kinds - {"grad_below_epsilon"})
     # beside nothing but gradients below epsilon, the loss itself must speak for a cause
     causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone or (kinds and c.evidence)]
     causes = [cause for cause in causes if not cause.is_at_once or _is_near(cause, findings)]
-    if not causes or any(f.kind in _ENDS for f in candidates):
+    if not causes or any(_says_all(f, candidates) for f in candidates):
         return None
     first, *others = causes
     lead = first.score - others[0].score if others else _SURE

@@ -48,6 +48,7 @@ from stabilitylab.probe.warning_action import (
     warning_action,
 )
 from .writer import StepRows, Writer, _Parts
+from ..run.curves import WARNED
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
@@ -147,7 +148,7 @@ class Recorder:
             raise FloatingPointError(f"step {self.n - 1}: {bad_value(self.writer)}")
         warning = None if self.watch is None else self.guard.attempt(RECORDING, None, self.watch.act)
         if warning is not None:
-            raise RuntimeError(f"stopped by a warning of step {warning.step}: {warning.words()}")
+            raise RuntimeError(f"{WARNED} of step {warning.step}: {warning.words()}")
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
 _BOX = "the black box"  # the kind of statistics that it stands for
@@ -328,9 +329,10 @@ def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> No
 
 def _after_backward(recorder: Recorder) -> None:
     "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
-    changed = recorder.networks.take_changed() if recorder.networks is not None else {}
-    if changed and recorder.box is not None:
-        recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
+    box, networks = recorder.box, recorder.networks
+    changed = None if networks is None else recorder.guard.attempt(_BOX, None, networks.take_changed)
+    if changed and box is not None:
+        recorder.guard.attempt(_BOX, None, box.renew, changed)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
 def _before_optimizer(recorder: Recorder) -> None:

@@ -39,7 +39,7 @@ from stabilitylab.read.groups import (
 from .recognise import formats, recognise
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from ..run.cluster import as_client, map_on
-from ..run.curves import group_of
+from ..run.curves import WARNED, group_of
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars, series_names
 
@@ -100,7 +100,7 @@ def _recorded_crashes(run: xr.DataTree) -> list[dict]:
     steps, texts = events.event_step.values[is_error], events.event_text.values[is_error]
     for step, text in zip(steps.tolist(), texts.astype(str), strict=True):
         crash = crash_in_text([text])
-        if crash is not None:
+        if crash is not None and WARNED not in text:  # such a stop was asked of the Recorder
             crashes.append(replace(crash, step=step - 1, died=bool(step > last)).to_dict())
     return crashes
 

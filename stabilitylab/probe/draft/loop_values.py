@@ -112,7 +112,8 @@ def with_loop_values(
 
 def _version(network: torch.nn.Module) -> int:
     "How often parameters of a network were changed in place."
-    return sum(parameter._version for parameter in network.parameters())
+    # a tensor of inference mode counts no changes
+    return sum(p._version for p in network.parameters() if not p.is_inference())
 
 
 class KeptNetworks:
