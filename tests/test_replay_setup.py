@@ -725,9 +725,9 @@ def test_other_orders_of_a_loop_are_replayed_without_a_note(tmp_path, order, rec
 
 def test_a_model_that_was_compiled_before_is_recorded_and_replayed_under_its_own_names(tmp_path):
     order, compiled = ["backward", "update", "clear", "record"], partial(torch.compile, backend="aot_eager")
-    run = loop(tmp_path / "run", order, wrapped=compiled)
+    with pytest.warns(UserWarning, match="make the Recorder first, then compile"):
+        run = loop(tmp_path / "run", order, wrapped=compiled)
     tree = opened(run).run
-    assert tree["activations"].rms.notnull().all()
     assert list(tree["gradients"].param.values) == [name for name, _ in Net().named_parameters()]
     assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact
 

@@ -103,7 +103,7 @@ def measured_modules(
 def _check_hookable(
     model: nn.Module,  # any model
 ) -> None:
-    "Refuse, with the reason, a model whose hooks would never fire."
+    "Refuse, with the reason, a model whose hooks would never fire, or break a graph that is there."
     for name, module in model.named_modules():
         where = name or "the model"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
@@ -111,7 +111,7 @@ def _check_hookable(
                 "model",
                 f"{where} is already compiled",
                 "a model before torch.compile",
-                "hooks that are added after compilation never fire: make the Recorder first, then compile",
+                "its graph is left as it is; for activations make the Recorder first, then compile",
             )
     if isinstance(model, torch.jit.ScriptModule):
         got, why = "the model is a TorchScript module", "scripted modules take no Python hooks"

@@ -89,18 +89,11 @@ def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | 
     return scale.reshape(1) * divisor
 
 
-_COMPILED = (
-    "the model was compiled and called before the Recorder was there; make the Recorder before the first"
-    " call; parameters are recorded"
-)
-
-
 class _Unseen:
     "Says once where modules ran in a graph that hooks may not break, or where hooks cannot read numbers."
 
     def __init__(self, guard: Guard):
         self.guard = guard
-        self.is_compiled = False  # whether the loop calls a compiled model
         # modules met in a whole graph, and inside a transform, so far
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
 
@@ -120,8 +113,8 @@ class _Unseen:
             text = "the model runs inside a transform of torch.func; parameters are recorded"
             self.guard.note(f"activations missing: {text}")
         elif not whole_graphs[0]:
-            text = _COMPILED if self.is_compiled else "no module was called in a way that runs hooks"
-            self.guard.note(f"activations missing: {text}", aloud=self.is_compiled)
+            text = "no module was called in a way that runs hooks"
+            self.guard.note(f"activations missing: {text}", aloud=False)
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a09
 class Probes:
@@ -129,7 +122,8 @@ class Probes:
 
     def __init__(
         self,
-        model: torch.nn.Module,  # the model itself, outside DDP
+        model: torch.nn.Module,  # the model itself, without what spreads or compiles it
+        called: torch.nn.Module,  # what is hooked: the model itself, or the compiled one
         optimizers: list,  # of the model, of any class
         options: RecorderOptions,  # of the recording
         guard: Guard,  # of the recording
@@ -138,7 +132,7 @@ class Probes:
         level, kinds = LEVELS[options.level], options.kinds
         self.backward, self.scale = BackwardEnd(guard), LossScale(options.scaler, guard)
         self.modules = ModuleProbe(self.backward, level.backward)
-        guard.attempt(OUTPUTS, None, _hook_modules, self.modules, model, options)
+        guard.attempt(OUTPUTS, None, _hook_modules, self.modules, called, options)
         self.params = ParamProbe(model, optimizers, kinds, level.updates, guard)
         self.backward.function = self._after_backward
         self.params.watch_arrivals(self.backward.begin)
@@ -148,9 +142,9 @@ class Probes:
             self.skips = SkippedSteps(steps, lambda: gradients.rows.values(), guard)
         if this_rank().world == 1:  # else a wrapper may keep gradients elsewhere
             self.clearing = guard.attempt(_CLEARING, None, KeptGradients, steps.optimizers, guard)
-        self.own_loss = guard.attempt(_OWN_LOSS, None, StepLoss, model, guard)
-        self.attention = AttentionRecording(model, options.attention_every, guard)
-        self.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, kinds, guard)
+        self.own_loss = guard.attempt(_OWN_LOSS, None, StepLoss, called, guard)
+        self.attention = AttentionRecording(called, options.attention_every, guard)
+        self.routers = guard.attempt(_ROUTERS, None, RouterProbe, called, kinds, guard)
         self.unseen = _Unseen(guard)
         self.after_backward: Callable[[], object] = lambda: None  # what else is done at the end of each one
 

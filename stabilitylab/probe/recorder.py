@@ -31,6 +31,7 @@ from .scalars import StepClock, note_loss_input
 from stabilitylab.probe.settings import (
     as_list,
     attrs_of,
+    is_compiled,
     model_itself,
     open_store,
     opening_events,
@@ -56,7 +57,7 @@ class Recorder:
 
     def __init__(
         self,
-        model: torch.nn.Module,  # the model; of one from torch.compile, before its first call
+        model: torch.nn.Module,  # the model, before torch.compile if activations are wanted
         optimizer: Any,  # optimizer of the model, of any class, or a list of them
         path: str | Path,  # folder of the record; an older record there is continued as a new segment
         **options: Any,  # fields of `RecorderOptions`
@@ -158,10 +159,11 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     "Hooks, store, writer and black box, made one after the other."
     guard, options = recorder.guard, recorder.options
     recorder.clock = StepClock()
-    probes = recorder.probes = Probes(model, recorder.optimizers, options, guard)
+    # hooks would break the graph of a model that is compiled already, and its digits would be others
+    called = recorder.model if is_compiled(recorder.model) else model
+    probes = recorder.probes = Probes(model, called, recorder.optimizers, options, guard)
     probes.params.before_step = partial(_before_optimizer, recorder)
     probes.after_backward = partial(_after_backward, recorder)
-    probes.unseen.is_compiled = hasattr(recorder.model, "_orig_mod")
     _open_record(recorder, model)
     if options.snapshot_every:
         recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model)
