@@ -83,6 +83,7 @@ class Recorder:
         self.at_exit: Any = None
         self.box: BlackBox | None = None  # also without snapshots
         self.networks: KeptNetworks | None = None  # with the last batch
+        self.reached: set[str] = set()  # those of them through which the loss runs
         self.watch: WarningAction | None = None  # also where no warning is asked for
         self.reports: Reports | None = None  # also where nothing is reported
 
@@ -307,6 +308,7 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
     if recorder.n == recorder.options.first_step:
         loop_values = [*values.values(), *frame.f_locals.values()]
         recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, loop_values)
+        recorder.guard.attempt("the networks of the loss", None, _find_reached, recorder, loop_values)
     return values
 
 
@@ -331,10 +333,19 @@ def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> No
 
 def _after_backward(recorder: Recorder) -> None:
     "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
-    box, networks = recorder.box, recorder.networks
-    changed = None if networks is None else recorder.guard.attempt(_BOX, None, networks.take_changed)
-    if changed and box is not None:
-        recorder.guard.attempt(_BOX, None, box.renew, changed)
+    if recorder.box is None or recorder.networks is None or not recorder.reached:
+        return
+    changed = recorder.guard.attempt(_BOX, None, recorder.networks.take_changed) or {}
+    changed = {name: state for name, state in changed.items() if name in recorder.reached}
+    if changed:
+        recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
+
+
+def _find_reached(recorder: Recorder, values: list) -> None:
+    "Find the networks through which the loss runs; those of the first step are still as it saw them."
+    if recorder.networks is not None:
+        recorder.reached = recorder.networks.reached(model_itself(recorder.model), values)
+        _after_backward(recorder)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
 def _before_optimizer(recorder: Recorder) -> None:

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #7c31f178
 import ast
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,29 @@ def with_loop_values(
         plain[OWN_VECTORS] = power_vectors(model_itself(values[OWN_VECTORS]))
     return {"batch": batch, LOOP: plain}
 
-
+# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1498
 def _version(network: torch.nn.Module) -> int:
     "How often parameters of a network were changed in place."
     # a tensor of inference mode counts no changes
     return sum(p._version for p in network.parameters() if not p.is_inference())
+
+
+def _leaves(loss: torch.Tensor) -> set[int]:
+    "Which parameters the graph of a loss reaches, by `id`."
+    waiting, visited, leaves = [loss.grad_fn], set[Any](), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaves.add(id(getattr(node, "variable", None)))
+        waiting += [child for child, _ in node.next_functions]
+    return leaves
+
+
+def _ids(network: torch.nn.Module) -> set[int]:
+    "The parameters of a network, by `id`."
+    return set(map(id, network.parameters()))
 
 
 class KeptNetworks:
@@ -129,6 +147,19 @@ class KeptNetworks:
             for name, value in _values_of(expressions, scope).items()
             if isinstance(value, torch.nn.Module) and name != OWN_VECTORS
         }
+
+    def reached(
+        self,
+        model: torch.nn.Module,  # the recorded one
+        values: Iterable[Any],  # of the loop, its losses among them
+    ) -> set[str]:  # names of networks
+        "The networks through which a loss of the model runs."
+        if not self.networks:
+            return set()
+        losses = [v for v in values if torch.is_tensor(v) and v.numel() == 1 and v.grad_fn is not None]
+        graphs = [leaves for leaves in map(_leaves, losses) if leaves & _ids(model)]
+        below = set[int]().union(*graphs)
+        return {name for name, (network, _) in self.networks.items() if below & _ids(network)}
 
     def take_changed(self) -> dict[str, dict[str, torch.Tensor]]:  # name -> its tensors as they are now
         "The networks that were trained since they were kept, or since the last call."
