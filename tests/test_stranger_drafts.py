@@ -366,25 +366,31 @@ class Duel:
         self.steps[1].step()
         recorder.step(loss)
 
-    def epoch(self, data, recorder):
+    def critic_epoch(self, data, recorder):
         for real in data:
             self.critic_step(recorder.batch(real), recorder)
 
-    def later_epoch(self, data, recorder):
+    def generator_epoch(self, data, recorder):
         for real in data:
             self.generator_step(recorder.batch(real), recorder)
 
 
-def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
-    "A critic with a penalty on its gradient: the draft left the generator out, and was refused."
+def fought(path, monkeypatch, part):
+    "The replay of a step of one part of a duel."
     here = sys.modules[__name__]
     monkeypatch.setattr(loop_code, "local_modules", lambda: ["__main__", __name__])
     torch.manual_seed(0)
     duel = Duel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(2, 3))
-    with Recorder(duel.critic, duel.steps[0], tmp_path / "run", snapshot_every=3) as recorder:
-        duel.epoch(torch.randn(6, 4, 3), recorder)
+    optimizer = duel.steps[part == "generator"]
+    with Recorder(getattr(duel, part), optimizer, path, snapshot_every=3) as recorder:
+        getattr(duel, f"{part}_epoch")(torch.randn(6, 4, 3), recorder)
     monkeypatch.setitem(sys.modules, __name__, here)
-    result = examine(tmp_path / "run", 5, swap=False)
+    return examine(path, 5, swap=False)
+
+
+def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
+    "A critic with a penalty on its gradient: the draft left the generator out, and was refused."
+    result = fought(tmp_path / "run", monkeypatch, "critic")
     assert result.exact and result.check.is_step and not result.left_out
     assert result.samples.attrs["draws"]  # a sample alone is given noise of its own
 
@@ -393,14 +399,7 @@ def test_a_network_that_is_trained_between_the_batch_and_the_loss_is_kept_as_the
     tmp_path, monkeypatch
 ):
     "The step of a generator through a critic that had taken a step of its own was never that of the record."
-    here = sys.modules[__name__]
-    monkeypatch.setattr(loop_code, "local_modules", lambda: ["__main__", __name__])
-    torch.manual_seed(0)
-    duel = Duel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(2, 3))
-    with Recorder(duel.generator, duel.steps[1], tmp_path / "run", snapshot_every=3) as recorder:
-        duel.later_epoch(torch.randn(6, 4, 3), recorder)
-    monkeypatch.setitem(sys.modules, __name__, here)
-    result = examine(tmp_path / "run", 5, swap=False)
+    result = fought(tmp_path / "run", monkeypatch, "generator")
     assert result.exact and result.check.is_step
 
 

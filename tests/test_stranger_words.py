@@ -627,6 +627,13 @@ def test_a_loop_without_a_mistake_has_none_of_these_causes(tmp_path, recwarn):
     assert not {cause.id for cause in ranked_causes(evidence(run))} & set(MISTAKES) and not len(recwarn)
 
 
+def test_evidence_of_a_record_without_shapes_or_with_an_infinite_rate(tmp_path):
+    run = classified(tmp_path / "run")
+    del run.attrs["shapes"]  # as old records lack them
+    run["scalars"].lr[:] = np.inf
+    assert not {"input_rms", "rate_gone"} & set(evidence(run))
+
+
 def dying(path, n, at, **options):
     "A record of a loop that dies of its own exception."
     model = torch.nn.Linear(4, 2)

@@ -22,7 +22,7 @@ import torch
 from ..names.errors import InputError
 from .blackbox import BlackBox, BoxLimits
 from .checks.vocabulary import fault_words, weight_faults
-from .draft.loop_values import KeptNetworks, with_loop_values
+from .draft.loop_values import KeptNetworks, values_of, with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, warn_safely
 from .probes import Probes, step_scalars, take_step
@@ -327,8 +327,9 @@ def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
 def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> None:
     "Keep a batch with the values of the loop that its loss needs."
     names = {**frame.f_globals, **frame.f_locals} if recorder.loop_values else {}
-    box.batch(with_loop_values(batch, recorder.loop_values, names), recorder.n, recorder.micro)
-    recorder.networks = KeptNetworks(recorder.loop_values, names)
+    values = values_of(recorder.loop_values, names)
+    box.batch(with_loop_values(batch, values), recorder.n, recorder.micro)
+    recorder.networks = KeptNetworks(values)
 
 
 def _after_backward(recorder: Recorder) -> None:

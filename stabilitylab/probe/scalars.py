@@ -6,10 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #9bd09828
+import itertools
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -136,21 +138,36 @@ _RESHAPE = re.compile(
 _NODES = 60  # of the graph that are looked at, from the loss on: our convention
 
 
+def losses_among(
+    values: Iterable[Any],  # of a loop
+) -> list[torch.Tensor]:  # with a graph
+    "What may be a loss: each single number with a graph."
+    return [v for v in values if torch.is_tensor(v) and v.numel() == 1 and v.grad_fn is not None]
+
+
+def graph_nodes(
+    loss: torch.Tensor,  # with a graph, which may have been freed
+) -> Iterator[Any]:
+    "The nodes of the graph of a loss, each once, those next to the loss first."
+    waiting, visited = deque([loss.grad_fn]), set[Any]()
+    while waiting:
+        node = waiting.popleft()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            waiting.extend(child for child, _ in node.next_functions)
+
+
 def takes_probabilities(
     loss: torch.Tensor,  # with a graph, which may have been freed
 ) -> bool:
     "Whether a cross-entropy of logits was given what a softmax or a sigmoid made."
-    waiting, n_visited = [loss.grad_fn], 0
-    while waiting and n_visited < _NODES:
-        node, n_visited = waiting.pop(0), n_visited + 1
-        inputs = [] if node is None else [child for child, _ in node.next_functions]
-        if node is not None and node.name() in _ON_LOGITS:
-            source = inputs[0]
-            while source is not None and _RESHAPE.fullmatch(source.name()):
-                source = source.next_functions[0][0]
-            if source is not None and source.name() in _MAKE_PROBABILITIES:
-                return True
-        waiting += inputs
+    for node in itertools.islice(graph_nodes(loss), _NODES):
+        source = node.next_functions[0][0] if node.name() in _ON_LOGITS else None
+        while source is not None and _RESHAPE.fullmatch(source.name()):
+            source = source.next_functions[0][0]
+        if source is not None and source.name() in _MAKE_PROBABILITIES:
+            return True
     return False
 
 
@@ -159,8 +176,7 @@ def note_loss_input(
     values: Iterable[Any],  # of the loop, its loss among them
 ) -> None:
     "Note where a loss of logits is given probabilities."
-    losses = [v for v in values if torch.is_tensor(v) and v.numel() == 1 and v.grad_fn is not None]
-    if any(map(takes_probabilities, losses)):
+    if any(map(takes_probabilities, losses_among(values))):
         guard.note(f"{SOFTMAX_TWICE}: a softmax or sigmoid is followed by a loss that takes one itself")
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #6c96605c
@@ -229,10 +245,8 @@ class StepClock:
         self,
         forward_at: float | None,  # when its first forward pass began
         backward_at: float | None,  # and its first backward pass
-    ) -> tuple[
-        float, dict[str, float]
-    ]:  # seconds of the step; until its batch was there, of its forward pass
-        "The times of the step that ends; the next one begins."
+    ) -> tuple[float, dict[str, float]]:
+        "Seconds of the step that ends, and of them until its batch was there and for its forward pass."
         began, self.begin = self.begin, time.perf_counter()
         data_at, self.batch_at = self.batch_at or forward_at, None
         elapsed = self.begin - began

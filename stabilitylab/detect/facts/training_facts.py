@@ -239,17 +239,17 @@ def _of_inputs(steps: Steps) -> RunFacts:
     sizes, shapes = steps.table("activations", "in_rms"), steps.run.attrs.get("shapes", {})
     first = next(iter(shapes), "")
     module = str(first).rpartition(".")[0]
-    if sizes is None or len(shapes[first]) < 2 or module not in sizes.module.values:
+    if sizes is None or len(shapes.get(first, ())) < 2 or module not in sizes.module.values:
         return {}
     return {"input_rms": (float(sizes.sel(module=module)[0]), steps.step[0])}
 
 
 def _of_rate(steps: Steps) -> RunFacts:
     "Since when the learning rate and the updates are next to nothing, as a share of the steps."
-    n = len(steps.lr)
-    if n < limit("short_records") or len(steps.update) != n or not np.nanmax(np.append(steps.lr, 0)) > 0:
+    n, highest = len(steps.lr), np.nanmax(np.append(steps.lr, 0))
+    if n < limit("short_records") or len(steps.update) != n or not 0 < highest < np.inf:
         return {}
-    at = int(np.flatnonzero(steps.lr > _RATE_GONE * np.nanmax(steps.lr))[-1]) + 1
+    at = int(np.flatnonzero(steps.lr > _RATE_GONE * highest)[-1]) + 1
     if at == n or not np.nanmedian(steps.update[at:]) < _RATE_GONE * np.nanmax(steps.update[:at]):
         return {}
     return {"rate_gone": (1 - at / n, steps.step[at]), "rate_end": (float(steps.lr[at]), steps.step[at])}

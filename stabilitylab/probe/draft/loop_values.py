@@ -18,6 +18,7 @@ import torch
 
 from stabilitylab.numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
 from stabilitylab.probe.draft.loop_source import value_at
+from stabilitylab.probe.scalars import graph_nodes, losses_among
 from stabilitylab.probe.settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #9092ec7c
@@ -89,7 +90,10 @@ def give_vectors(
         tensor.copy_(saved[name])
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1497
-def _values_of(expressions: dict[str, str], scope: dict[str, Any]) -> dict[str, Any]:
+def values_of(
+    expressions: dict[str, str],  # name in the draft -> expression in the loop
+    scope: dict[str, Any],  # name -> value
+) -> dict[str, Any]:
     "What expressions of a loop are, by their names in the draft."
     nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
     return {name: value_at(node, scope) for name, node in nodes.items()}
@@ -97,13 +101,11 @@ def _values_of(expressions: dict[str, str], scope: dict[str, Any]) -> dict[str, 
 
 def with_loop_values(
     batch: Any,  # what the model is about to be given
-    expressions: dict[str, str],  # name in the draft -> expression in the loop
-    scope: dict[str, Any],  # name -> value
+    values: dict[str, Any],  # of the loop, by their names in the draft
 ) -> Any:  # the batch itself where nothing is kept; else {'batch': it, 'loop': {name: value}}
     "A batch with the values of the loop."
-    if not expressions:
+    if not values:
         return batch
-    values = _values_of(expressions, scope)
     plain = {name: _plain_value(value) for name, value in values.items() if name != OWN_VECTORS}
     if OWN_VECTORS in values:
         plain[OWN_VECTORS] = power_vectors(model_itself(values[OWN_VECTORS]))
@@ -118,15 +120,7 @@ def _version(network: torch.nn.Module) -> int:
 
 def _leaves(loss: torch.Tensor) -> set[int]:
     "Which parameters the graph of a loss reaches, by `id`."
-    waiting, visited, leaves = [loss.grad_fn], set[Any](), set[int]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        leaves.add(id(getattr(node, "variable", None)))
-        waiting += [child for child, _ in node.next_functions]
-    return leaves
+    return {id(getattr(node, "variable", None)) for node in graph_nodes(loss)}
 
 
 def _ids(network: torch.nn.Module) -> set[int]:
@@ -139,12 +133,11 @@ class KeptNetworks:
 
     def __init__(
         self,
-        expressions: dict[str, str],  # name in the draft -> expression in the loop
-        scope: dict[str, Any],  # name -> value
+        values: dict[str, Any],  # of the loop, by their names in the draft
     ):
         self.networks = {
             name: (value, _version(value))
-            for name, value in _values_of(expressions, scope).items()
+            for name, value in values.items()
             if isinstance(value, torch.nn.Module) and name != OWN_VECTORS
         }
 
@@ -156,9 +149,8 @@ class KeptNetworks:
         "The networks through which a loss of the model runs."
         if not self.networks:
             return set()
-        losses = [v for v in values if torch.is_tensor(v) and v.numel() == 1 and v.grad_fn is not None]
-        graphs = [leaves for leaves in map(_leaves, losses) if leaves & _ids(model)]
-        below = set[int]().union(*graphs)
+        graphs = map(_leaves, losses_among(values))
+        below = set[int]().union(*[leaves for leaves in graphs if leaves & _ids(model)])
         return {name for name, (network, _) in self.networks.items() if below & _ids(network)}
 
     def take_changed(self) -> dict[str, dict[str, torch.Tensor]]:  # name -> its tensors as they are now
