@@ -47,7 +47,7 @@ from stabilitylab.run.recording import opened
 from stabilitylab.trial import start
 from stabilitylab.trial.arm import Arm, run_arm
 from stabilitylab.trial.start import Start
-from stabilitylab.trial.suggest import _evidence_of
+from stabilitylab.trial.suggest import _evidence_of, suggest
 from tests.test_detect_decisions import run_of
 
 GRADIENTS = [[0.15, 0.26, 0.12], [0.16, 0.29, 0.13], [0.17, 0.30, 0.14], [1.15, 0.64, 1.27]]
@@ -656,6 +656,7 @@ def test_the_exception_that_ended_a_record_is_its_crash_until_the_run_goes_on(tm
     crash = next(f for f in findings if f.kind == "crash")
     assert crash.severity == "error" and crash.onset == 8 and "Target 2 is out of bounds" in crash.explanation
     assert step_to_replay(findings, range(10)) == 9  # its batch was kept
+    assert not suggest(findings, run)  # no fix mends a program
     dying(tmp_path / "run", 6, None, first_step=9)
     (run,) = read_runs(tmp_path / "run").values()
     assert [f.severity for f in diagnose(run) if f.kind == "crash"] == ["info"]

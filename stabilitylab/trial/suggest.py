@@ -16,7 +16,7 @@ from ..detect.diagnose import as_run
 from ..detect.facts.evidence import evidence
 from ..detect.findings import Finding, Findings
 from ..detect.layers.attention import growth_to
-from ..detect.likely_cause import MostLikely, most_likely
+from ..detect.likely_cause import MostLikely, is_program_failure, most_likely
 from ..detect.limits import limit
 from ..detect.phrase import evidence_words
 from ..detect.settings import rate_at
@@ -324,6 +324,7 @@ def suggest(
 ) -> list[Suggestion]:  # fixes, most promising first, a control at the end; [] if none fits
     "The fixes worth a trial: first cures of the likely cause, then fixes that teams report for the findings."
     run = as_run(run)
+    findings = [finding for finding in findings if not is_program_failure(finding)]  # which no fix mends
     cause, controls = cause_of(findings, run), []
     if cause is None:
         return []
