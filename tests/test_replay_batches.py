@@ -18,7 +18,16 @@ from stabilitylab.mcp.reading import batch_rows
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
-from stabilitylab.numerics.pytree import batch_form, is_same, loop_tensors, restore_batch, storable_copy
+from stabilitylab.numerics.pytree import (
+    batch_form,
+    container_kind,
+    is_same,
+    loop_tensors,
+    parts_of,
+    restore_batch,
+    storable_copy,
+)
+from stabilitylab.probe.draft.loop_values import can_keep
 from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import _count_samples, _sample, blame
@@ -41,7 +50,7 @@ class Lazy:
     "No container that can be stored."
 
     def __init__(self, x):
-        self.x = x
+        self.x = lambda: x
 
 
 def encoding(x, y):
@@ -54,6 +63,16 @@ def feature(x, y):
     from transformers import BatchFeature
 
     return BatchFeature({"x": x, "y": y})
+
+
+class Row:
+    "A batch as a loader's own class holds it: tensors, a number, and the data set that it came from."
+
+    def __init__(self, x, y):
+        self.x, self.y, self.size, self.source = x, y, len(x), object()
+
+    def __len__(self):
+        return self.size
 
 
 def nested(x, y):
@@ -75,6 +94,7 @@ KINDS = {  # how a batch is made, how a loss reads it
     "named tuple": (Pair, attributes),
     "dataclass": (Sample, attributes),
     "namespace": (lambda x, y: SimpleNamespace(x=x, y=y), attributes),
+    "a loader's own": (Row, attributes),
     "ordered dict": (lambda x, y: OrderedDict(x=x, y=y), lambda batch: (batch["x"], batch["y"])),
     "BatchEncoding": (encoding, attributes),
     "BatchFeature": (feature, attributes),
@@ -117,6 +137,13 @@ def test_a_batch_that_cannot_come_back_is_not_offered(tmp_path):
     assert replayable_steps(tmp_path / "run") == []
     with pytest.raises(ValueError, match=r"batch\['lazy'\] is a Lazy"):
         load_batch(tmp_path / "run", 1)
+
+
+def test_an_object_of_the_loop_is_no_batch_and_is_not_kept_as_its_tensors_alone():
+    row = Row(torch.zeros(2, 3), np.zeros(2))
+    assert container_kind(row) == "object" and "source" not in parts_of(row)
+    assert not can_keep(row)
+    assert not container_kind(nn.Linear(1, 1)) and not container_kind(torch.Generator())
 
 
 def test_a_class_that_nobody_imported_is_not_imported(tmp_path):

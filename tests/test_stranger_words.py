@@ -759,3 +759,12 @@ def test_a_cause_without_a_finding_does_not_stand_beside_the_words_that_nothing_
     cause = SimpleNamespace(step=None, cause="The learning rate is too high for this run")
     monkeypatch.setattr(content, "most_likely", lambda _: cause)
     assert "nothing" not in run_sentences(run, Findings([])).verdict
+
+
+def test_a_record_without_a_black_box_is_told_how_each_framework_gets_one(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    with Recorder(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run") as recorder:
+        recorder.step(model(torch.ones(2, 4)).sum())
+    for call in ("RecorderCallback", "LightningCallback"):
+        with pytest.raises(InputError, match=rf"{call}\(path, snapshot_every=100\)"):
+            opened(tmp_path / "run").box()

@@ -31,7 +31,7 @@ def open_recordings(
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 
 
-_BATCH_WORDS = "tensors, arrays, numbers and text, in dicts, lists, tuples and dataclasses"
+_BATCH_WORDS = "tensors, arrays, numbers and text, in dicts, lists, tuples and objects"
 
 
 def _why_none(recording: Recording) -> str:

@@ -40,13 +40,43 @@ def _is_batch_of_graphs(cls: type) -> bool:
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #ec54115f
 _PLAIN = (dict, list, tuple)
+_PLAIN_LEAVES = (int, float, str, bool, type(None))  # that a file of weights holds as they are
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
+_NO_BATCHES = (torch.nn.Module, torch.Generator, torch.utils.data.Dataset, torch.optim.Optimizer)
 
 
+def _is_held(part: Any) -> bool:
+    "Whether an attribute of an object is data: a tensor, an array, a number, text, or a plain container."
+    if type(part) in _PLAIN:
+        return all(map(_is_held, part.values() if isinstance(part, dict) else part))
+    return torch.is_tensor(part) or type(part) in _PLAIN_LEAVES or _is_array(part)
+
+
+def _is_array(part: object) -> bool:
+    "Whether a value is an array of numbers, or a number of NumPy."
+    return isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "fiub"
+
+
+def _is_record(value: object) -> bool:
+    "Whether an object of a class of the program holds tensors or arrays as its attributes, as a batch may."
+    if not hasattr(value, "__dict__") or isinstance(value, _NO_BATCHES) or callable(value):
+        return False
+    return any(torch.is_tensor(part) or _is_array(part) for part in vars(value).values())
+
+
+def _object_kind(value: object) -> str:
+    "The kind of a container that keeps its parts as attributes; empty for a leaf."
+    if is_dataclass(value):
+        return "dataclass"
+    if isinstance(value, _NAMESPACES):
+        return "namespace"
+    return "object" if _is_record(value) else ""
+
+# %% ../../nbs/api/numerics/04_pytree.ipynb #ec54116a
 def container_kind(
     value: object,  # part of a batch
-) -> str:  # 'plain', 'graph', 'graphs', 'mapping', 'sequence', 'dataclass' or 'namespace'; '' for a leaf
-    "The kind of a container: plain, graph, mapping, sequence, dataclass or namespace; empty for a leaf."
+) -> str:  # one of the kinds below; '' for a leaf
+    "The kind of a container: plain, graph(s), mapping, sequence, dataclass, namespace or object."
     # a class that is a dataclass is no container, and neither is a tensor, although one can iterate over it
     if isinstance(value, type) or torch.is_tensor(value) or type(value) in _PLAIN:
         return "plain" if type(value) in _PLAIN else ""
@@ -56,9 +86,7 @@ def container_kind(
         return "mapping"
     if isinstance(value, (list, tuple)):
         return "sequence"
-    if is_dataclass(value):
-        return "dataclass"
-    return "namespace" if isinstance(value, _NAMESPACES) else ""
+    return _object_kind(value)
 
 
 def parts_of(
@@ -74,8 +102,9 @@ def parts_of(
             return list(value) if isinstance(value, list) else tuple(value)
         case "dataclass":
             return {field.name: getattr(value, field.name) for field in fields(value)}
-        case "namespace":
-            return dict(vars(value))
+        case "namespace" | "object" as kind:  # what else an object holds, such as a data set, is no batch
+            is_all = kind == "namespace"
+            return {name: part for name, part in vars(value).items() if is_all or _is_held(part)}
     return value
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #565cb414
@@ -87,7 +116,7 @@ def container_of(
     "A container of a class with these parts."
     if kind in ("graph", "graphs"):
         return _graph_of(kind, graph_class(cls) or cls, parts)
-    if kind == "dataclass":
+    if kind in ("dataclass", "object"):
         instance: object = object.__new__(cls)  # the parts are as they were after `__init__`
         for name, part in parts.items():
             object.__setattr__(instance, name, part)
@@ -191,7 +220,6 @@ def _equal(a: Any, b: Any) -> bool:
     return is_alike and torch.equal(_bytes_of(a), _bytes_of(b))
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #b0d3ae3d
-_PLAIN_LEAVES = (int, float, str, bool, type(None))  # that a file of weights holds as they are
 _Row = list  # [keys that lead to the place, kind, 'module:class' or the type of an array]
 
 

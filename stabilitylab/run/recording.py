@@ -60,8 +60,10 @@ def nearest_step(
 
 # %% ../../nbs/api/run/12_recording.ipynb #401f5ced
 _NO_BOX = (
-    "record the run with Recorder(..., snapshot_every=100) and recorder.batch(batch) before each forward "
-    "pass, or make a Snapshot of a checkpoint"
+    "record the run with snapshot_every=100: RecorderCallback(path, snapshot_every=100) for Hugging Face's "
+    "Trainer, LightningCallback(path, snapshot_every=100) for Lightning; in a loop of your own "
+    "Recorder(..., snapshot_every=100) and recorder.batch(batch) before each forward pass; or make a "
+    "Snapshot of a checkpoint"
 )
 _EMPTY_BOX = (
     "the Recorder had snapshot_every, but its loop handed over no batch: call recorder.batch(batch) before "

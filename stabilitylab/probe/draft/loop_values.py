@@ -39,7 +39,9 @@ def can_keep(
 ) -> bool:
     "Whether a value can be kept with a batch."
     plain = _plain_value(value)
-    if isinstance(value, str) or lost_parts(batch_form(plain)):
+    form = batch_form(plain)
+    # an object of the program may need more than the data that it holds: its class makes it again
+    if isinstance(value, str) or lost_parts(form) or any(kind == "object" for _, kind, _ in form):
         return False
     return sum(t.numel() * t.element_size() for t in tensors_of(plain)) <= _LARGEST
 
