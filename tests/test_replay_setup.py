@@ -497,7 +497,7 @@ def test_the_page_names_tests_that_there_are():
 
 OTHER_PROCESSOR = """
 from dataclasses import replace
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup

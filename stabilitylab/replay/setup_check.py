@@ -15,9 +15,8 @@ import torch
 
 from ..names.encode import plain
 from ..probe.blackbox import checksums, rng_state, set_rng_state
-from .device import kind_of, recorded_device
+from .device import files_at, kind_of, recorded_device
 from .faults import FAULTS, HARMLESS, fault_of
-from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
     EQUAL,
