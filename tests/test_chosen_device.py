@@ -12,11 +12,15 @@ import torch
 
 from stabilitylab.cases.registry import sample
 from stabilitylab.fixes.training import Training
+from stabilitylab.probe.draft.python_source import Draft
+from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay import setup_check
-from stabilitylab.replay.device import chosen_devices, device_settings
+from stabilitylab.replay.device import chosen_devices, device_settings, on_other_device
 from stabilitylab.replay.examine import examine
+from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
+from stabilitylab.replay.state import Setup
 from stabilitylab.run.job import JobState
 from stabilitylab.run.recording import opened
 from stabilitylab.trial import tasks
@@ -253,3 +257,47 @@ def test_a_device_that_is_not_here_is_refused(capsys):
         answer = command(*words, "--json")
         assert answer.returncode == 2 and "--device" in json.loads(answer.stdout)["error"]
     assert chosen_devices("cpu") == ["cpu"] and Arm().name == "unchanged"
+
+
+def test_code_that_names_the_gpu_of_the_run_is_replayed_on_a_cpu(tmp_path):
+    "As in a loop that moves its batch after `recorder.batch`, with tensors and an autocast of its own."
+    path, width = tmp_path / "run", 4
+
+    def built():
+        return torch.nn.Linear(width, 1, device="cuda").to(torch.device("cuda:0")).cuda()
+
+    def loss(model, batch):
+        x = batch.pin_memory().cuda(non_blocking=True).to("cuda:0", torch.float32)
+        weights = torch.tensor([1.0, 2.0], device="cuda").to(device=torch.device("cuda"))
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(x)
+        return (out.float().square().mean(1) * weights).mean()
+
+    def optimizer(model):
+        return torch.optim.AdamW(model.parameters())
+
+    setup = Setup(built, loss, optimizer, recorded_on="cuda")
+    torch.manual_seed(0)
+    model = setup.new_model()
+    trained = optimizer(model)
+    with Recorder(model, trained, path, snapshot_every=2, merge=False) as recorder:
+        for _ in range(4):
+            value = setup.loss(model, recorder.batch(torch.randn(2, width)))
+            trained.zero_grad()
+            value.backward()
+            trained.step()
+            recorder.step(value)
+    assert check_setup(path, 3, setup).is_exact
+    before = torch.autocast.__init__
+    with pytest.raises((AssertionError, RuntimeError)), on_other_device("cuda", "cpu"):
+        torch.zeros(2, device="mps")
+    assert torch.autocast.__init__ is before
+    with pytest.raises((AssertionError, RuntimeError)):  # a device of another kind is no business of a replay
+        replace(setup, recorded_on="").new_model()
+
+
+def test_tensors_of_a_loop_are_written_with_their_device():
+    with shadow_device():
+        written = Draft().literal(torch.ones(2).to("cuda:0"))
+    assert written == "torch.tensor([1.0, 1.0], dtype=torch.float32, device='cuda:0')"
+    assert "device" not in Draft().literal(torch.ones(2))

@@ -388,13 +388,14 @@ def test_compiled(tmp_path, fullgraph):
         assert run["activations"].rms.notnull().all() and not told
 
 
-def test_a_model_that_was_compiled_before_keeps_its_graph_and_its_parameters_are_recorded(tmp_path):
+@pytest.mark.parametrize("given", ["the compiled model", "the model itself"])
+def test_a_model_that_was_compiled_before_keeps_its_graph_and_its_parameters_are_recorded(tmp_path, given):
     torch._dynamo.reset()
     model, optimizer = fresh()
     call = torch.compile(model, backend="aot_eager")
     with (
         pytest.warns(UserWarning, match="make the Recorder first, then compile"),
-        guest(call, optimizer, tmp_path / "r") as recorder,
+        guest(call if given == "the compiled model" else model, optimizer, tmp_path / "r") as recorder,
     ):
         loss = call(data(0)).square().mean()
         loss.backward()

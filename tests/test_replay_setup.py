@@ -19,8 +19,9 @@ from stabilitylab.cli.main import main
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.names.errors import InputError
+from stabilitylab.probe.environment import _fp32_backends, arithmetic, set_arithmetic
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.replay import faults, setup_file
+from stabilitylab.replay import faults, setup_check, setup_file
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import QUANTITIES, Retraced, retrace
 from stabilitylab.replay.setup_check import _may_be_rounding, _rounded, check_setup
@@ -29,6 +30,7 @@ from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_s
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.step import replay
 from stabilitylab.replay.user_code import load_setup
+from stabilitylab.run.curves import COMPILED, noted_at
 from stabilitylab.run.recording import opened
 
 
@@ -250,21 +252,54 @@ def test_a_replay_with_a_loss_scaler_gives_it_to_its_own_recorder(tmp_path, recw
     assert again.loss == float(loss) and not [w for w in recwarn if "GradScaler" in str(w.message)]
 
 
-def test_a_replay_multiplies_with_the_precision_of_the_run(tmp_path):
-    before = torch.get_float32_matmul_precision()
+def _set_older_flags():
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+
+
+def _set_newer_flags():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.benchmark = True
+
+
+@pytest.mark.parametrize("set_flags", [_set_older_flags, _set_newer_flags])
+def test_a_replay_takes_the_flags_of_the_run(tmp_path, set_flags):
+    before = arithmetic()
+    set_flags()
+    in_run = arithmetic()
     try:
         path = record(tmp_path / "run")
     finally:
-        torch.set_float32_matmul_precision(before)
-    seen = []
+        set_arithmetic({"fp32_precision": dict.fromkeys(_fp32_backends(), "none")})
+        set_arithmetic(before)
+    assert arithmetic() == before != in_run
+    flags_within = []
 
     def noting(model, part):
-        seen.append(torch.get_float32_matmul_precision())
+        flags_within.append(arithmetic())
         return mean_loss(model, part)
 
     assert check_setup(path, 2, replace(SETUP, loss=noting)).is_exact
-    assert set(seen) == {"high"} and torch.get_float32_matmul_precision() == before
+    assert all(flags == in_run for flags in flags_within) and arithmetic() == before
+
+
+def test_dropout_inside_of_cudnn_is_named(tmp_path, monkeypatch):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(6, 4, 2, dropout=0.5), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])[:, 0]
+
+    recurrent = replace(SETUP, model=Recurrent)
+    path = record(tmp_path / "run", setup=recurrent)
+    setup = replace(recurrent, loss=lambda model, part: mean_loss(model, part) * 1.001)
+    assert "cuDNN" not in check_setup(path, 2, setup).words
+    monkeypatch.setattr(setup_check, "kind_of", lambda device: "cuda")
+    monkeypatch.setattr(setup_check, "recorded_device", lambda run: "cuda")
+    assert "the dropout inside rnn is drawn from a state of cuDNN" in check_setup(path, 2, setup).words
 
 
 def test_a_second_optimizer_that_the_recorder_does_not_know(tmp_path):
@@ -729,6 +764,7 @@ def test_a_model_that_was_compiled_before_is_recorded_and_replayed_under_its_own
         run = loop(tmp_path / "run", order, wrapped=compiled)
     tree = opened(run).run
     assert list(tree["gradients"].param.values) == [name for name, _ in Net().named_parameters()]
+    assert noted_at(tree, COMPILED) == 0
     assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact
 
 
@@ -807,7 +843,12 @@ def test_a_difference_that_grows_out_of_rounding_may_be_rounding():
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"), [({}, "2e-05 of their size away"), ({"cpu": ("a", "b")}, "(cpu)")]
+    ("changed", "words"),
+    [
+        ({}, "2e-05 of their size away"),
+        ({"cpu": ("a", "b")}, "(cpu)"),
+        ({"torch.compile": (True, False)}, "the run was compiled"),
+    ],
 )
 def test_a_small_difference_on_the_same_machine_is_not_blamed_on_another(changed, words):
     steps = tuple(
@@ -816,4 +857,4 @@ def test_a_small_difference_on_the_same_machine_is_not_blamed_on_another(changed
     )
     fault, evidence = _rounded(SimpleNamespace(changed=changed, way=SimpleNamespace(steps=steps)))
     said = faults.FAULTS[fault].format(**evidence)
-    assert fault == "rounding" and words in said and ("another processor" in said) == bool(changed)
+    assert fault == "rounding" and words in said and ("another processor" in said) == ("cpu" in changed)

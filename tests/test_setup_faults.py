@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
+from stabilitylab.replay import explanations
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
 
@@ -300,3 +301,11 @@ def test_a_step_that_agrees_only_when_it_is_taken_again(record_of):
 
     check = check_setup(record_of(recipe), 3, replace(setup, loss=loss))
     assert check.fault == "second time" and not check.is_step
+
+
+@pytest.mark.parametrize(
+    ("label", "mark", "fits"), [(-100, -100, True), (-100, -1, False), (7, -1, False), (2, 2, True)]
+)
+def test_no_other_mark_is_tried_that_leaves_a_label_which_is_no_class(label, mark, fits):
+    "On a GPU such a label is an assertion that ends the process's use of the device."
+    assert explanations._fits(torch.zeros(4, 3), torch.tensor([0, 1, 2, label]), mark) == fits

@@ -5,6 +5,7 @@ import ast
 import enum
 import functools
 import importlib
+import subprocess
 import sys
 import threading
 import warnings
@@ -38,6 +39,7 @@ from stabilitylab.replay.user_code import function_at, theirs
 from stabilitylab.run.curves import CLIPPED_SCALED, TRAINED_BESIDE
 from stabilitylab.run.record import open_run
 from stabilitylab.trial import start as trial_start
+from tests.command import command
 
 
 class Actor(nn.Module):
@@ -743,3 +745,46 @@ def test_a_trial_of_several_optimizers_is_refused_with_a_way_out(tmp_path, monke
     monkeypatch.setattr(trial_start, "setup_of", lambda path, name: setup)
     with pytest.raises(ValueError, match="one that has the parameters of all of them, as groups"):
         trial_start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")
+
+
+EXTENDS_ITS_PATH = """
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "src"))
+from shared_by_scripts import *
+from stabilitylab import Recorder
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x)
+
+if __name__ == "__main__":
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with Recorder(model, optimizer, sys.argv[1], snapshot_every=2) as recorder:
+        for step in range(4):
+            loss = model(recorder.batch(torch.ones(2, 4))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+"""
+
+
+def test_a_program_that_extends_its_path_is_imported_again(tmp_path):
+    for name in ("src", "tools"):
+        (tmp_path / name).mkdir()
+    shared, script = tmp_path / "src" / "shared_by_scripts.py", tmp_path / "tools" / "train.py"
+    shared.write_text("import torch\nfrom torch import nn\n")
+    script.write_text(EXTENDS_ITS_PATH)
+    subprocess.run([sys.executable, script, tmp_path / "run"], check=True, cwd=tmp_path)
+    draft = (tmp_path / "run" / "replay_setup.py").read_text()
+    folders = next(line for line in draft.splitlines() if line.startswith("sys.path["))
+    assert ast.literal_eval(folders.partition("= ")[2]) == [str(script.parent), str(shared.parent)]
+    assert "the replay is the recorded step" in command("replay", tmp_path / "run", "--no-swap").stdout
+    shared.unlink()
+    refused = command("replay", tmp_path / "run", "--no-swap")
+    assert refused.returncode == 2 and "No module named 'shared_by_scripts'" in refused.stderr

@@ -31,12 +31,14 @@ from .scalars import StepClock, note_loss_input
 from stabilitylab.probe.settings import (
     as_list,
     attrs_of,
+    compiled_from,
     is_compiled,
     model_itself,
     open_store,
     opening_events,
     record_tables,
     recorder_options,
+    runs_compiled,
     this_rank,
     writes_parameters,
 )
@@ -49,7 +51,7 @@ from stabilitylab.probe.warning_action import (
     warning_action,
 )
 from .writer import StepRows, Writer, _Parts
-from ..run.curves import WARNED
+from ..run.curves import COMPILED, WARNED
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
@@ -161,7 +163,7 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     guard, options = recorder.guard, recorder.options
     recorder.clock = StepClock()
     # hooks would break the graph of a model that is compiled already, and its digits would be others
-    called = recorder.model if is_compiled(recorder.model) else model
+    called = recorder.model if is_compiled(recorder.model) else compiled_from(model)
     probes = recorder.probes = Probes(model, called, recorder.optimizers, options, guard)
     probes.params.before_step = partial(_before_optimizer, recorder)
     probes.after_backward = partial(_after_backward, recorder)
@@ -309,9 +311,11 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
         loop_values = [*values.values(), *frame.f_locals.values()]
         recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, loop_values)
         recorder.guard.attempt("the networks of the loss", None, _find_reached, recorder, loop_values)
+        if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
+            recorder.guard.note(COMPILED, aloud=False)
     return values
 
-
+# %% ../../nbs/api/probe/06_recorder.ipynb #300682fc
 def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
     "A batch is there: what a replay needs of it is kept."
     if recorder.clock is not None:

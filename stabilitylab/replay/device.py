@@ -8,14 +8,18 @@ __all__ = ['AUTO', 'devices', 'kind_of', 'chosen_devices', 'device_settings', 'f
 
 # %% ../../nbs/api/replay/00_device.ipynb #1560775c
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import xarray as xr
+from torch.overrides import TorchFunctionMode
 
 from ..names.errors import InputError, bad_input
 from ..probe.blackbox import read_entry
+from ..probe.environment import arithmetic, uses_tf32
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/00_device.ipynb #517bed39
@@ -73,19 +77,65 @@ def device_settings(
 ) -> dict:  # JSON values: device, name, tf32, matmul_precision, deterministic, cudnn_benchmark
     "The device settings that affect the low-order bits of results."
     is_cuda = kind_of(device) == "cuda"
-    settings = {
-        "device": device,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-    }
+    flags = arithmetic()
+    settings = {"device": device} | {name: flags.get(name) for name in ("deterministic", "matmul_precision")}
     if is_cuda:
         settings |= {
             "name": torch.cuda.get_device_name(device),
-            "tf32": torch.get_float32_matmul_precision() != "highest",
-            "tf32_convolutions": torch.backends.cudnn.allow_tf32,
-            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "tf32": uses_tf32(flags),
+            "tf32_convolutions": flags.get("cudnn_tf32"),
+            "cudnn_benchmark": flags["cudnn_benchmark"],
         }
     return settings
+
+# %% ../../nbs/api/replay/00_device.ipynb #5d0f7a31
+class _OnOtherDevice(TorchFunctionMode):
+    "Within it tensors that code asks for on the device of a run are made on another one."
+
+    def __init__(self, there: str, here: str):
+        super().__init__()
+        self.there, self.here = there, here
+
+    def _mapped(self, device: Any) -> Any:
+        "The device of this replay in place of that of the run; any other value as it is."
+        is_device = isinstance(device, str | torch.device)
+        return self.here if is_device and kind_of(str(device)) == self.there else device
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        "Call a function of torch."
+        kwargs = kwargs or {}
+        if func is torch.Tensor.pin_memory:  # only copies to a GPU ask for it
+            return args[0]
+        if func is getattr(torch.Tensor, self.there, None):  # `x.cuda()`
+            return args[0].to(self.here)
+        if func is torch.Tensor.to:
+            args = (args[0], *map(self._mapped, args[1:]))
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": self._mapped(kwargs["device"])}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def on_other_device(
+    there: str,  # kind of the run's device, such as 'cuda'; '': unknown
+    here: str,  # the device of a replay, such as 'cpu'
+) -> Iterator[None]:
+    "Within it code that names the device of a run, as in `x.cuda()` or an autocast, uses that of the replay."
+    if there in ("", "cpu", kind_of(here)):
+        yield
+        return
+    initialize = torch.autocast.__init__
+
+    def _initialize(autocast: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        "Autocast of the kind of the replay's device."
+        initialize(autocast, kind_of(here) if device_type == there else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = _initialize  # type: ignore[method-assign,assignment]
+    try:
+        with _OnOtherDevice(there, here):
+            yield
+    finally:
+        torch.autocast.__init__ = initialize  # type: ignore[method-assign]
 
 # %% ../../nbs/api/replay/00_device.ipynb #b1092c8e
 _CGROUP = Path("/sys/fs/cgroup")  # of a container

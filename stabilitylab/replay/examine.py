@@ -24,13 +24,13 @@ from ..names.errors import InputError
 from ..numerics.non_finite import NonFiniteOrigin
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
-from .device import AUTO, device_settings, replay_device
+from .device import AUTO, device_settings, recorded_device, replay_device
 from .rare_tokens import losses_by_frequency
 from .retrace import Retrace, is_equal
 from .setup_check import SetupCheck
 from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch, load_snapshots
-from .state import Batch, Setup, Snapshot
+from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from .step import Replayed, first_non_finite, replay
 from .swap import SwapTest, swap_test
 from .user_code import faults_in_one_line
@@ -305,7 +305,8 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
     check_precisions(precisions)  # before minutes of other parts
     recording = opened(path)
     setup = setup if isinstance(setup, Setup) else setup_of(recording.path, setup)
-    setup = replace(setup, device=replay_device(recording.run, device))
+    there = recorded_device(recording.run)
+    setup = replace(setup, device=replay_device(recording.run, device), recorded_on=there)
     with faults_in_one_line():
         return _examined(recording, step, setup, say, (swap, samples, precisions, modules, states, batches))
 
@@ -347,7 +348,8 @@ def _examined(
     snapshot, batch = way.snapshot, load_batch(path, step, setup)
     say("the step again")
     again, recorded = replay(snapshot, batch), way.steps[-1].recorded.get("loss")
-    settings = device_settings(setup.device)
+    with recorded_arithmetic(snapshot):
+        settings = device_settings(setup.device)
     examination = Examination(step, again, recorded, tuple(batch.ids), check, device=settings)
     if not check.is_step:
         return examination
@@ -367,7 +369,7 @@ def _examined(
     if precisions:
         say("other precisions")
         parts["precision"] = compare_precision(snapshot, batch, list(precisions))
-    names = _block_parts(setup.model()) if modules is True else list(modules or ())
+    names = _block_parts(setup.new_model()) if modules is True else list(modules or ())
     if names:
         say("modules taken out")
         parts["modules"] = ablate(snapshot, batch, names)

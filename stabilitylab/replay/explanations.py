@@ -202,6 +202,13 @@ def _shifted(function: Callable, rows: list[int]) -> list[Callable]:
 
     return [around(length, by) for length in rows for by in (1, -1)]
 
+# %% ../../nbs/api/replay/13_explanations.ipynb #e19a000e
+def _fits(logits: torch.Tensor, target: torch.Tensor, ignored: int) -> bool:
+    "Whether every label is a class or left out; any other label would end all work on a GPU (an assertion)."
+    classes = logits.shape[1 if logits.ndim > 1 else 0]
+    is_class = (target >= 0) & (target < classes)
+    return bool((is_class | (target == ignored)).all())
+
 
 def _of_loss(setup: Setup, calls: dict[Callable, dict], rows: list[int]) -> list[Alternative]:
     "Other arguments of the loss functions that a step calls; labels that are shifted."
@@ -214,7 +221,8 @@ def _of_loss(setup: Setup, calls: dict[Callable, dict], rows: list[int]) -> list
         target = now["target"]
         if "ignore_index" in inspect.signature(function).parameters and not target.is_floating_point():
             marks = dict.fromkeys([-100, -1, 0, 1, int(target.min()), int(target.max())])
-            values += [("ignore_index", mark) for mark in marks if now.get("ignore_index") != mark]
+            others = [mark for mark in marks if now.get("ignore_index") != mark]
+            values += [("ignore_index", mark) for mark in others if _fits(now["input"], target, mark)]
         if now.get("weight") is not None:
             values.append(("weight", None))
         for name, value in values:

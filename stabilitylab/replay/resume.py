@@ -135,7 +135,7 @@ def _optimizer_differences(a: Any, b: Any) -> list[Difference]:
 def _tie_differences(saved: Snapshot) -> list[Difference]:
     "Names that share one tensor in the model, and no longer do in the checkpoint."
     names_of: dict[int, list[str]] = {}
-    for name, p in saved.setup.model().named_parameters(remove_duplicate=False):
+    for name, p in saved.setup.new_model().named_parameters(remove_duplicate=False):
         names_of.setdefault(id(p), []).append(name)
     differences = []
     for names in names_of.values():

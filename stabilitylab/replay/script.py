@@ -129,8 +129,10 @@ def _execute(names: _Names, tree: ast.Module) -> None:
         _look_up(names, statement)
         try:
             names.run(statement)
-        except ImportError:  # told where something asks for it
-            names.wait(statement)
+        except ImportError:
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                raise  # nothing tells which names it would have brought
+            names.wait(statement)  # told where something asks for it
 
 # %% ../../nbs/api/replay/09_script.ipynb #6564f9f3
 def definitions(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..names.encode import plain
 from ..probe.blackbox import checksums, rng_state, set_rng_state
@@ -32,7 +33,8 @@ from stabilitylab.replay.retrace import (
 from .snapshot import Walk
 from .state import OfPart, Setup, Snapshot
 from .step import noise_floor, replay
-from .step_facts import StepFacts, facts_of
+from .step_facts import StepFacts, facts_of, some_of
+from ..run.curves import COMPILED, noted_at
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #8c51a30c
@@ -54,6 +56,8 @@ class Check:
 _ELSEWHERE = {
     "generator": "the model draws random numbers, such as dropout, and the generator of {here} is not that"
     " of {there}; replay it on {there}",
+    "cudnn dropout": "the dropout inside {names} is drawn from a state of cuDNN that no program can save; a"
+    " run whose steps are to be replayed on a GPU sets `torch.backends.cudnn.enabled = False`",
 }
 
 
@@ -212,12 +216,17 @@ def _may_be_rounding(facts: StepFacts, step: Retraced, name: str) -> bool:
     return facts.is_elsewhere or is_sum or (is_begun and name != "lr")
 
 
+_COMPILED = "torch.compile"  # what differs between a compiled run and its replay
+
+
 def _rounded(facts: StepFacts) -> tuple[str, dict]:
     "The words of differences that rounding makes: small still, or magnified."
     changed = {"changed": ", ".join(facts.changed)}
     if facts.changed:
         changed["sums"] = f"another processor or library ({changed['changed']}) sums in another order"
-    else:
+    if _COMPILED in facts.changed:
+        changed["sums"] = "the run was compiled, and compiled code rounds otherwise than this replay"
+    if not facts.changed:
         apart = max(map(_apart, facts.way.steps))
         changed["sums"] = f"the numbers are {apart:.1g} of their size away, as sums in another order are"
     if _apart(facts.way.steps[-1]) <= DRIFT:
@@ -244,11 +253,28 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
         if beyond is None:
             return ("noise", {}, suspect) if is_noise else (*_rounded(facts), suspect)
         step, name = beyond
-    here, there = kind_of(facts.setup.device), recorded_device(facts.path.run)
-    if here != there and name in ("loss", "grad_norm") and _draws(facts):
-        return "generator", {"here": here, "there": there}, step.step
-    fault, evidence = fault_of(step, name, facts)
+    drawn = _random_fault(facts) if name in ("loss", "grad_norm") else None
+    fault, evidence = drawn or fault_of(step, name, facts)
     return fault, evidence, step.step
+
+
+def _random_fault(facts: StepFacts) -> tuple[str, dict] | None:
+    "Random numbers of the run that a replay cannot draw again; None where it draws the same or none."
+    here, there = kind_of(facts.setup.device), recorded_device(facts.path.run)
+    if here != there and _draws(facts):
+        return "generator", {"here": here, "there": there}
+    names = _with_dropout_of_cudnn(facts)
+    return ("cudnn dropout", {"names": some_of(names)}) if names else None
+
+
+def _with_dropout_of_cudnn(facts: StepFacts) -> list[str]:
+    "Recurrent layers whose dropout is drawn inside cuDNN."
+    start = facts.way.start
+    if kind_of(facts.setup.device) != "cuda" or not start.arithmetic.get("cudnn_enabled", True):
+        return []
+    layers = {name: each for name, each in start.build()[0].named_modules() if isinstance(each, nn.RNNBase)}
+    # between layers: the last one has none
+    return [name for name, each in layers.items() if each.dropout and each.num_layers > 1 and each.training]
 
 
 def _draws(facts: StepFacts) -> bool:
@@ -265,6 +291,8 @@ def _draws(facts: StepFacts) -> bool:
 def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFacts:
     "What is known beside the numbers; sums of another kind of device may be added in another order."
     facts = facts_of(path, setup, way)
+    if noted_at(facts.path.run, COMPILED) is not None:
+        return replace(facts, changed=facts.changed | {_COMPILED: (True, False)}, is_elsewhere=True)
     here, there = kind_of(setup.device), recorded_device(facts.path.run)
     if here != there:
         return replace(facts, changed=facts.changed | {"device": (there, here)}, is_elsewhere=True)

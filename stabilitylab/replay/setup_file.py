@@ -23,7 +23,7 @@ from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
 from ..probe.draft.setup_template import FILE, record_source
-from .device import AUTO, replay_device
+from .device import AUTO, recorded_device, replay_device
 from .faults import clipping
 from .retrace import Retrace, retrace
 from .script import stand_in
@@ -98,6 +98,12 @@ def setup_of(
     where: str | None = None,  # as in `load_setup`; None: the most likely of `setup_files`
 ) -> Setup:  # setup that builds the model and runs its steps
     "Loads the setup of a run."
+    setup = _setup_as_written(path, where)
+    return replace(setup, recorded_on=recorded_device(opened(path).run))
+
+
+def _setup_as_written(path: str | Path, where: str | None) -> Setup:
+    "What the setup file of a run returns."
     if where is not None:
         return load_setup(where, path)
     if not Path(path).exists():

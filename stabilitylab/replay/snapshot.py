@@ -164,8 +164,7 @@ def saved_snapshot(
         rng=saved["rng"],
         step=step,
         name=f"state {step}",
-        threads=attrs.get("environment", {}).get("threads"),
-        matmul_precision=attrs.get("environment", {}).get("matmul_precision"),
+        arithmetic=attrs.get("environment", {}),
         attributes=saved.get("attributes", {}),
     )
 

@@ -258,7 +258,6 @@ def _named(draft: Draft, name: str, value: Any) -> str | None:
         return None if main is None else _import(draft, f"from {main} import {qualified}", name, qualified)
     if getattr(sys.modules.get(module), qualified, None) is not value:
         return None
-    draft.note_folder(module)
     return _import(draft, f"from {module} import {qualified}", name, qualified)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #4fef5baa
@@ -280,9 +279,10 @@ class _ScriptValues:
         holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
         if self.depth or name in _OWN_NAMES or holds_parameters:
             return None
-        if main.get(name) is value and tensor_to_keep(value) is not None:
+        if main.get(name) is value and isinstance(value, torch.Tensor) and tensor_to_keep(value) is not None:
             self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
-            return f"kept_values(__file__)[{name!r}]"
+            on_device = "" if value.device.type == "cpu" else f".to({str(value.device)!r})"
+            return f"kept_values(__file__)[{name!r}]{on_device}"
         if module is not None and name in assigned_names() and main.get(name) is value:
             self.draft.uses_script = True
             return _import(self.draft, f"from {module} import {name}", name, name)
@@ -294,7 +294,6 @@ class _ScriptValues:
         other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
         if other is None or name in _OWN_NAMES:
             return None
-        self.draft.note_folder(other)
         return _import(self.draft, f"from {other} import {name}", name, name)
 
     def _module(self, value: nn.Module) -> str | None:

@@ -211,8 +211,7 @@ def kept_values(
     draft: str,  # path of the draft
 ) -> dict[str, torch.Tensor]:  # by their names in the script
     "The tensors that a script had computed when a draft was written: a second run may compute others."
-    device = None if torch.cuda.is_available() else "cpu"
-    return torch.load(Path(draft).with_name(VALUES_FILE), map_location=device, weights_only=True)
+    return torch.load(Path(draft).with_name(VALUES_FILE), map_location="cpu", weights_only=True)
 
 
 def passed_back(

@@ -59,11 +59,11 @@ def assembled_source(
     is_tied = len({id(p) for _, p in parameters}) < len(parameters)
     if is_tied or len({p.dtype for _, p in parameters}) > 1:
         return None
-    unseen, imports, folders = list(draft.unseen), set(draft.imports), list(draft.folders)
+    unseen, imports = list(draft.unseen), set(draft.imports)
     source = _source(draft, model, model_source)
     draft.unseen = unseen
     if source is None:
-        draft.imports, draft.folders = imports, folders
+        draft.imports = imports
     return source
 
 
@@ -154,7 +154,6 @@ def _attribute(draft: Any, value: Any) -> str | None:
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not value:
         return None
     draft.imports.add(f"from {module} import {name}")
-    draft.note_folder(module)
     return name
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #319915d8

@@ -14,11 +14,9 @@ import itertools
 import math
 import pprint
 import sys
-import sysconfig
 import types
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +49,6 @@ class _Imports:
 
     def __init__(self):
         self.imports: set[str] = set()
-        self.folders: list[str] = []  # where what is imported stands, beside the script
         self.unseen: list[str] = []  # arguments that could not be seen and have a default
         self.model: nn.Module | None = None  # the recorded one, which a criterion may hold
         self.uses_script = False  # whether something of the running script is imported
@@ -72,23 +69,7 @@ class _Imports:
             if module.startswith(library.__name__) and getattr(library, cls.__name__, None) is cls:
                 return f"{library.__name__}.{cls.__name__}"
         self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
-        self.note_folder(module)
         return cls.__qualname__
-
-    def note_folder(
-        self,
-        module: str,  # name of a module that the draft imports
-    ) -> None:
-        "Keep the folder of a module that the program found by a path of its own."
-        name = module.partition(".")[0]
-        top = sys.modules.get(name)
-        paths = list(getattr(top, "__path__", None) or [getattr(top, "__file__", None)])
-        if name == "stabilitylab" or not paths or paths[0] is None:
-            return
-        folder = Path(paths[0]).resolve().parent
-        standard = [Path(path).resolve() for path in sysconfig.get_paths().values()]
-        if folder not in standard and str(folder) not in self.folders:
-            self.folders.append(str(folder))
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #4ccd091d
 def _tensor_source(value: Any) -> str | None:
@@ -105,7 +86,8 @@ def _tensor_source(value: Any) -> str | None:
         return None
     # `repr` writes inf and nan, which are no names of Python
     values = repr(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
-    return f"torch.tensor({values}, dtype={value.dtype})"
+    on_device = "" if value.device.type == "cpu" else f", device={str(value.device)!r}"
+    return f"torch.tensor({values}, dtype={value.dtype}{on_device})"
 
 
 def _container_text(value: Any, sources: list[str], keys: list[str]) -> str:

@@ -9,9 +9,13 @@ __all__ = []
 import ast
 import keyword
 import re
+import site
 import sys
+import sysconfig
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 # %% ../../../nbs/api/probe/draft/28_running_script.ipynb #8b2f0e26
 CELLS_FILE = "replay_cells.py"  # in the record: what the cells of a notebook said
@@ -63,6 +67,31 @@ def local_modules() -> list[str]:
         for name, path in modules
         if file and path and Path(path).is_relative_to(file.parent) and "site-packages" not in path
     ]
+
+
+def _folder_of(module: Any) -> Path | None:
+    "Where a module or a package of the top level stands."
+    spec = getattr(module, "__spec__", None)
+    if not isinstance(spec, ModuleSpec):
+        return None
+    paths = list(spec.submodule_search_locations or ()) or [str(spec.origin)] * spec.has_location
+    return Path(paths[0]).resolve().parent if paths else None
+
+
+def import_folders() -> list[str]:
+    "Folders that PYTHONPATH or the program added to the path and that something was imported from."
+    standard: list[str | Path] = [
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        Path(__file__).parents[3],
+    ]
+    left_out = {Path(folder).resolve() for folder in standard}
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    # the module of `torch.distributed.nn` stands in a folder that is deleted when the program ends
+    names = [name for name in list(sys.modules) if "." not in name and "_remote_module" not in name]
+    used = {_folder_of(sys.modules.get(name)) for name in names}
+    added = [folder for folder in map(Path.resolve, map(Path, sys.path)) if folder in used - left_out]
+    return [str(folder) for folder in added if not folder.is_relative_to(library)]
 
 # %% ../../../nbs/api/probe/draft/28_running_script.ipynb #43ad2d70
 def calling_frame() -> types.FrameType:

@@ -37,6 +37,7 @@ from stabilitylab.probe.draft.python_source import (
 from stabilitylab.probe.draft.running_script import (
     CELLS_FILE,
     calling_frame,
+    import_folders,
     main_file,
     main_module,
     notebook_cells,
@@ -96,7 +97,7 @@ def setup_source(
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     _import_classes(draft, batch)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
+    folders = [str(Path(file).resolve().parent if file else Path.cwd()), *import_folders()]
     script = script_lines(draft)
     imports = sorted(draft.imports, key=lambda line: (f"from {main_module()} " in line, line))
     main = [line for line in imports if f"from {main_module()} " in line]
