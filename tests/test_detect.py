@@ -486,7 +486,7 @@ def test_a_loss_scale_of_one_is_no_fp16():
 def test_what_only_one_loss_of_several_shows_says_so():
     (spike,) = diagnose(log_case("one dataset spikes")).of("loss_spike")
     assert spike.series == "pairs_loss" and spike.severity == "info" and spike.evidence["z"] > 25
-    assert spike.explanation.startswith("Only in pairs_loss, not in loss and text_loss: the loss jumped from")
+    assert spike.explanation.startswith("Only in pairs_loss, not in loss and text_loss: the loss jumped")
     (plateau,) = diagnose(log_case("one dataset stands still")).of("plateau")
     assert plateau.series == "pairs_loss" and plateau.evidence["names"] == ["loss", "text_loss"]
     assert plateau.evidence["share_of_run"] > 0.3

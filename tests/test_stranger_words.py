@@ -39,7 +39,8 @@ from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, 
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
-from stabilitylab.report.content import step_to_replay
+from stabilitylab.report import content
+from stabilitylab.report.content import run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text, step_text
 from stabilitylab.run.curves import TRAINED_BESIDE
 from stabilitylab.run.record import open_run
@@ -683,3 +684,78 @@ def test_a_run_that_its_recorder_stopped_has_the_cause_of_what_it_saw(tmp_path, 
     findings = diagnose(run)
     assert most_likely(findings).id == "bad_inputs"
     assert ("crash" in {f.kind for f in findings}) is ("on_nonfinite" in options)
+
+
+@pytest.mark.parametrize(
+    "peak_step, gradual, words",
+    [
+        (
+            5,
+            False,
+            "The loss jumped at step 2, from 0.69 to 1.788 (795 times its usual noise) at step 5",
+        ),
+        (
+            5,
+            True,
+            "The loss climbed from step 2 on, from 0.69 to 1.788 (795 times its usual noise) at step 5",
+        ),
+        (
+            2,
+            False,
+            "The loss jumped from 0.69 to 1.788 (795 times its usual noise) at step 2; it was",
+        ),
+    ],
+)
+def test_steps_of_a_spike_that_are_counted_from_its_first_record_stand_beside_that_record(
+    peak_step, gradual, words
+):
+    measured = {"baseline": 0.69, "peak": 1.788, "peak_step": peak_step, "z": 795.0, "recovery": "fast"}
+    measured |= {"recovery_steps": 35, "grad_norm_lead_steps": 0} | ({"is_gradual": True} if gradual else {})
+    spike = Finding("loss_spike", "warning", onset=2, end=36, evidence=measured)
+    assert explain(spike).startswith(words)
+    where = "at the same step" if peak_step == 2 else "at step 2"
+    assert explain(spike).endswith(f"The gradient norm left its range {where}.")
+    # many spikes have one sentence, and each its own first record
+    assert "jumped from" in explain(spike.with_(evidence=measured | {"count": 2})) or gradual
+
+
+class Warmed:
+    "A schedule of a loop's own around its optimizer; without parameter groups and without a state."
+
+    def __init__(self, optimizer, scale):
+        self._optimizer, self.scale, self.count = optimizer, scale, 0
+
+    def step_and_update(self):
+        self.count += 1
+        self._optimizer.param_groups[0]["lr"] = self.scale / self.count**0.5
+        self._optimizer.step()
+
+
+def test_an_optimizer_in_a_class_of_the_loop_is_recorded_as_the_one_that_steps(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    warmed = Warmed(torch.optim.Adam(model.parameters()), 3.0)
+    with warnings.catch_warnings(), Recorder(model, warmed, tmp_path / "run", snapshot_every=5) as recorder:
+        warnings.simplefilter("error")
+        for _ in range(12):
+            batch = recorder.batch(torch.randn(8, 4))
+            warmed._optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            warmed.step_and_update()
+            recorder.step(loss)
+    run = open_run(tmp_path / "run")
+    findings = diagnose(run)
+    assert "no_gradient" not in findings.kinds
+    assert run["scalars"]["lr"].values[3] == pytest.approx(1.5)
+    assert len(opened(tmp_path / "run").box().steps) == 12
+
+
+def test_a_cause_without_a_finding_does_not_stand_beside_the_words_that_nothing_is_out_of_the_ordinary(
+    monkeypatch,
+):
+    run = run_of(loss=np.linspace(3, 2, 60))
+    assert run_sentences(run, Findings([])).verdict.startswith("nothing found")
+    cause = SimpleNamespace(step=None, cause="The learning rate is too high for this run")
+    monkeypatch.setattr(content, "most_likely", lambda _: cause)
+    assert "nothing" not in run_sentences(run, Findings([])).verdict

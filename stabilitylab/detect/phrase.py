@@ -56,6 +56,8 @@ def _fields(finding: Finding) -> dict:
         fields["module"] = finding.modules[0]
         n = next((fields[name] for name in _COUNTS if fields.get(name)), 1)
         fields["example"] = f", such as {fields['module']}" if n != 1 else f": {fields['module']}"
+    if finding.kind == "loss_spike" and finding.onset is not None and "count" not in fields:
+        fields["rise_steps"] = fields.get("peak_step", finding.onset) - finding.onset
     for field in ("names", "scores_still", "scores_rising", "ignored", "jumped_too", "stayed"):
         if fields.get(field):
             fields[f"{field}_words"] = joined([str(name) for name in fields[field]])

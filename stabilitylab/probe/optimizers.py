@@ -23,19 +23,21 @@ _SEVERAL = f"{SEVERAL_UPDATES}: call `recorder.step` after each of them"
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # that add nothing to the step of the one inside
 
 
-def unwrapped(
-    optimizer: Any,  # an optimizer, or what accelerate and Lightning put around it
-) -> Any:  # the optimizer whose `step` is called in the end
-    "The optimizer inside a wrapper that only forwards."
-    while type(optimizer).__name__ in _WRAPPERS and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     "The optimizers that an optimizer holds, as SAM holds its base."
     values = vars(optimizer).values() if hasattr(optimizer, "__dict__") else ()
     return [value for value in values if isinstance(value, torch.optim.Optimizer) and value is not optimizer]
+
+
+def unwrapped(
+    optimizer: Any,  # an optimizer, or what accelerate, Lightning or a class of the loop put around it
+) -> Any:  # the optimizer whose `step` is called in the end
+    "The optimizer inside a wrapper that only forwards, or that sets the learning rate before each step."
+    while type(optimizer).__name__ in _WRAPPERS and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    inner = _inner_optimizers(optimizer)
+    # a class without groups updates nothing itself: what trains is the one optimizer that it holds
+    return inner[0] if len(inner) == 1 and not hasattr(optimizer, "param_groups") else optimizer
 
 
 def _note_state(optimizer: Any, inner: list[torch.optim.Optimizer], guard: Guard) -> None:

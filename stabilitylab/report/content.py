@@ -257,6 +257,8 @@ def _verdict_line(head: Facts, findings: Findings) -> str:
         return f"nothing found; no series was taken for the training loss: name it, as with {example}"
     if not head.loss:
         return "nothing found; no series in it"
+    if most_likely(findings) is not None:
+        return "no findings, but a likely cause"
     return "nothing found: the log shows nothing out of the ordinary"
 
 # %% ../../nbs/api/report/01_content.ipynb #dc3ff6f0
