@@ -261,7 +261,7 @@ def _judged(facts: StepFacts) -> tuple[str, dict, int]:
     fault, evidence = drawn or fault_of(step, name, facts)
     return fault, evidence, step.step
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #ec82e563
 def _random_fault(facts: StepFacts) -> tuple[str, dict] | None:
     "Random numbers of the run that a replay cannot draw again; None where it draws the same or none."
     here, there = kind_of(facts.setup.device), recorded_device(facts.path.run)
