@@ -520,8 +520,8 @@ def test_a_model_that_fails_leaves_nothing_behind():
 @pytest.mark.parametrize("options", [{}, {"cap": 0.02}, {"sink": "learned"}, {"sink": "plus_one"}], ids=str)
 def test_our_reference_models_are_measured_with_their_options(options, monkeypatch):
     from stabilitylab.models import attention
-    from stabilitylab.models.config import ModelConfig
     from stabilitylab.models.decoder import LanguageModel
+    from stabilitylab.models.parts import ModelConfig
 
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(vocab=50, seq=24, d_model=32, n_layer=2, n_head=4, **options))

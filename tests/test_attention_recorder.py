@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import byte_batches, stdlib_bytes
 from stabilitylab.probe.attention.report import attention_report
 from stabilitylab.probe.recorder import Recorder

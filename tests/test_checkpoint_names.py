@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from stabilitylab.checkpoint.diff import diff_checkpoints
-from stabilitylab.checkpoint.open import open_checkpoint
-from stabilitylab.checkpoint.optimizer_names import optimizer_names
+from stabilitylab.checkpoint.open import open_checkpoint, optimizer_names
 from stabilitylab.cli.main import main
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.fixes.training import Training
 from stabilitylab.probe.draft.python_source import Draft
 from stabilitylab.probe.recorder import Recorder
@@ -25,9 +25,8 @@ from stabilitylab.run.job import JobState
 from stabilitylab.run.recording import opened
 from stabilitylab.trial import tasks
 from stabilitylab.trial.arm import Arm
-from stabilitylab.trial.memory import MemoryNeed, arms_at_once, memory_need
 from stabilitylab.trial.start import Start
-from stabilitylab.trial.trial import Trial
+from stabilitylab.trial.trial import MemoryNeed, Trial, arms_at_once, memory_need
 from tests.command import command
 from tests.device.shadow import Shadow
 from tests.device.shadow import device as shadow_device

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.attention.layers import find_ignored_by_mixture
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import new_run, open_run

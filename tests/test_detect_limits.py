@@ -17,8 +17,7 @@ from stabilitylab.detect.layers.parameters import (
 )
 from stabilitylab.detect.limits import LIMITS
 from stabilitylab.detect.loss.divergence import find_divergence, find_slow_rise, smoothed_shape
-from stabilitylab.detect.loss.evaluations import find_overfitting
-from stabilitylab.detect.loss.objective import is_smooth
+from stabilitylab.detect.loss.evaluations import find_overfitting, is_smooth
 from stabilitylab.detect.loss.spikes import find_loss_spikes
 from stabilitylab.detect.loss.trend import find_leak, find_level_shift, find_not_learning
 from stabilitylab.detect.metrics import find_grad_norm_explosion, find_throughput_drop

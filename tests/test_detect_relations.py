@@ -21,8 +21,11 @@ from stabilitylab.detect.layers.attention import (
 from stabilitylab.detect.layers.parameters import find_wide_init
 from stabilitylab.detect.likely_cause import _fits, most_likely
 from stabilitylab.detect.loss.components import component_losses
-from stabilitylab.detect.loss.evaluations import evaluations_at_plateau, find_worse_evaluations
-from stabilitylab.detect.loss.objective import objective_type
+from stabilitylab.detect.loss.evaluations import (
+    evaluations_at_plateau,
+    find_worse_evaluations,
+    objective_type,
+)
 from stabilitylab.detect.loss.spikes import (
     Spike,
     _finding_of,

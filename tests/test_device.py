@@ -12,9 +12,9 @@ import torch
 from test_fixes import FROZEN, NAMES, make, training_for
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stabilitylab.cases.samples import sample
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.cases.registry import sample
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.numerics.pytree import map_tensors
 from stabilitylab.probe import stats
 from stabilitylab.probe.recorder import Recorder

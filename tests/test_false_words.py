@@ -14,7 +14,7 @@ import xarray as xr
 
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.activations import find_overflow

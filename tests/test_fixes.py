@@ -15,8 +15,8 @@ from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix,
 from stabilitylab.fixes.submodules import embedding_tables, output_layer
 from stabilitylab.fixes.training import Training
 from stabilitylab.knowledge.remedies import load_rows
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import copy_task, model_loss
 from stabilitylab.names.errors import InputError
 

@@ -15,8 +15,8 @@ from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.submodules import attention_layers
 from stabilitylab.fixes.training import Training, grad_norm
 from stabilitylab.models.attention import attend
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import copy_task, model_loss
 from stabilitylab.names.errors import InputError
 

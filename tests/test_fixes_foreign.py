@@ -17,8 +17,8 @@ from stabilitylab.fixes.submodules import (
     residual_projections,
 )
 from stabilitylab.fixes.training import Training
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.names.errors import InputError
 
 pytestmark = pytest.mark.slow  # architectures of others, from tiny configurations

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.parts import rotate
+from stabilitylab.models.parts import ModelConfig, rotate
 from stabilitylab.replay.implementations import compare_implementations
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

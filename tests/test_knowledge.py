@@ -14,7 +14,6 @@ from reproductions.note_calls import is_found, run_call
 from stabilitylab.cases import registry
 from stabilitylab.detect.likely_cause import _BY_FINDINGS as LIKELY_CAUSES
 from stabilitylab.fixes.registry import fix, fixes
-from stabilitylab.knowledge.crashes import explain_crash
 from stabilitylab.knowledge.remedies import (
     contradictions,
     load_fits,
@@ -25,8 +24,9 @@ from stabilitylab.knowledge.remedies import (
     search,
     source_url,
 )
+from stabilitylab.knowledge.symptoms import explain_crash
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.findings import FINDING_KINDS, REPORTED
+from stabilitylab.names.glossary import FINDING_KINDS, REPORTED
 
 ROWS = {t: load_rows(t) for t in ("phenomena", "remedies")}
 ALL = [r for rows in ROWS.values() for r in rows]

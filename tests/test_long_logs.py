@@ -8,8 +8,7 @@ import pytest
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.read import columns, table_files, text
 from stabilitylab.read.runs import read_runs
-from stabilitylab.report.json_report import run_json
-from stabilitylab.report.terminal import run_text
+from stabilitylab.report.terminal import run_json, run_text
 from stabilitylab.run.scalars import series
 
 N = 200_000

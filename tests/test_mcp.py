@@ -12,11 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stabilitylab.cases.samples import sample
-from stabilitylab.mcp.answers import answer
+from stabilitylab.cases.registry import sample
 from stabilitylab.mcp.server import TOOLS
 from stabilitylab.mcp.tools import Tools
-from stabilitylab.mcp.trial_job import TrialJob
+from stabilitylab.mcp.trial_job import TrialJob, answer
 from stabilitylab.names.errors import InputError
 from stabilitylab.trial.arm import arm_of, null_arm
 from tests.command import command

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.mcp.server import TOOLS, make_server
 from stabilitylab.mcp.tools import Tools
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel, TranslationModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.checks.forgetting import forgetting, longest_that_fits, repetition
 from stabilitylab.probe.checks.invariants import check_training
 from stabilitylab.probe.checks.positions import padding_influence, position_reliance, shift_invariance

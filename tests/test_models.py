@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stabilitylab.models.config import CHOICES, ModelConfig
 from stabilitylab.models.decoder import LanguageModel, TranslationModel
-from stabilitylab.models.parts import rotate, t5_buckets
+from stabilitylab.models.parts import CHOICES, ModelConfig, rotate, t5_buckets
 from stabilitylab.models.tasks import (
     copy_task,
     model_loss,

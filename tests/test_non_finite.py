@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabilitylab import Recorder
-from stabilitylab.detect.facts.record_steps import loss_event
+from stabilitylab.detect.facts.jump_facts import loss_event
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.numerics.non_finite import find_non_finite

@@ -32,7 +32,7 @@ from stabilitylab.plot.loss import (
 )
 from stabilitylab.plot.picture import findings_svg
 from stabilitylab.plot.runs import plot_trial, trial_picture
-from stabilitylab.plot.theme import COLOURS, colour, theme
+from stabilitylab.plot.scene import COLOURS, colour, theme
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars, series
 from stabilitylab.trial.arm import ArmCurve

@@ -9,9 +9,12 @@ from stabilitylab.detect.skipping import read_loss_scale
 from stabilitylab.numerics.formats import quantise, stochastic_round
 from stabilitylab.numerics.lattice import debias, lattice
 from stabilitylab.numerics.rounding.attention_range import (
+    Scaler,
     attention_scale_overflow,
     distinct_positions,
+    find_scale_cause,
     loss_rounding,
+    simulate_loss_scale,
 )
 from stabilitylab.numerics.rounding.loss_cast import (
     adam_eps,
@@ -20,7 +23,6 @@ from stabilitylab.numerics.rounding.loss_cast import (
     lost_updates,
     sum_limit,
 )
-from stabilitylab.numerics.rounding.loss_scale import Scaler, find_scale_cause, simulate_loss_scale
 
 MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344"
 
@@ -127,8 +129,8 @@ def test_history_never_calls_a_sawtooth_a_collapse():
 
 
 def test_cast_is_found_in_a_language_model_and_under_autocast():
-    from stabilitylab.models.config import ModelConfig
     from stabilitylab.models.decoder import LanguageModel
+    from stabilitylab.models.parts import ModelConfig
 
     torch.manual_seed(0)
     model, x = (

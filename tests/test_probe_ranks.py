@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
@@ -19,7 +19,7 @@ FRACTIONS = ("below_eps_frac", "v_below_eps_frac")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = """
 import os, sys, torch, torch.distributed as dist
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 path, meet, rank, how, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])

@@ -16,8 +16,8 @@ import torch
 from probe_models import NAMES, tiny
 from torch import nn
 
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
@@ -633,7 +633,7 @@ def test_full_disk_is_said_once(tmp_path, monkeypatch):
 
 KILLS = """
 import json, os, signal, sys, time, numpy as np, torch
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run

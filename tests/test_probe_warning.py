@@ -167,8 +167,8 @@ def test_more_series_raise_the_limit():
 
 @pytest.mark.slow
 def test_attention_logits_of_each_head_are_watched(tmp_path):
-    from stabilitylab.models.config import ModelConfig
     from stabilitylab.models.decoder import LanguageModel
+    from stabilitylab.models.parts import ModelConfig
 
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig.plain(vocab=16, seq=8, d_model=16, n_layer=2, n_head=2))

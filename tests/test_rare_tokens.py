@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import model_loss
 from stabilitylab.replay.rare_tokens import frequency_bands, losses_by_frequency
 from stabilitylab.replay.state import Batch, Setup, Snapshot

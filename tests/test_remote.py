@@ -17,7 +17,7 @@ from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
 from stabilitylab.cli.main import main
 from stabilitylab.names.errors import InputError, MissingExtra
-from stabilitylab.names.remote import RemoteFile, shown_address
+from stabilitylab.names.files import RemoteFile, shown_address
 from stabilitylab.read.runs import read_log, read_runs
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars, series

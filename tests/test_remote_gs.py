@@ -8,8 +8,8 @@ import torch
 
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
-from stabilitylab.names import remote
 from stabilitylab.names.errors import InputError
+from stabilitylab.names.files import _file_system
 from stabilitylab.read.runs import read_runs
 from tests.stores import put_checkpoint, read_logs
 
@@ -26,7 +26,7 @@ def bucket(monkeypatch, unused_port):
     server.start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{unused_port}")
     gcsfs.GCSFileSystem.clear_instance_cache()
-    remote._file_system.cache_clear()
+    _file_system.cache_clear()
     ranges, call = [], gcsfs.GCSFileSystem._request
 
     async def counted(self, method, *args, headers=None, **kwargs):
@@ -37,7 +37,7 @@ def bucket(monkeypatch, unused_port):
     yield gcsfs.GCSFileSystem(), ranges
     server.stop()
     gcsfs.GCSFileSystem.clear_instance_cache()
-    remote._file_system.cache_clear()
+    _file_system.cache_clear()
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
-from stabilitylab.names import remote
 from stabilitylab.names.errors import InputError
+from stabilitylab.names.files import _file_system
 from stabilitylab.read.runs import read_runs
 from tests.scale import long_lines
 from tests.stores import put_checkpoint, read_logs
@@ -106,12 +106,12 @@ def server(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     hub.HfFileSystem.clear_instance_cache()
-    remote._file_system.cache_clear()
+    _file_system.cache_clear()
     yield made
     made.shutdown()
     made.server_close()
     hub.HfFileSystem.clear_instance_cache()
-    remote._file_system.cache_clear()
+    _file_system.cache_clear()
 
 
 def test_a_log_and_a_folder_of_runs(server, capsys):

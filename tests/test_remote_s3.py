@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
-from stabilitylab.names import remote
 from stabilitylab.names.errors import InputError
+from stabilitylab.names.files import _file_system
 from stabilitylab.read.runs import read_runs
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars, series
@@ -37,7 +37,7 @@ def bucket(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     s3fs.S3FileSystem.clear_instance_cache()
-    remote._file_system.cache_clear()
+    _file_system.cache_clear()
     store = s3fs.S3FileSystem()
     store.mkdir("bucket")
     requests, call = [], s3fs.S3FileSystem._call_s3
@@ -52,7 +52,7 @@ def bucket(monkeypatch):
     urllib.request.urlopen(empty).close()
     server.stop()
     s3fs.S3FileSystem.clear_instance_cache()
-    remote._file_system.cache_clear()
+    _file_system.cache_clear()
 
 
 def test_a_log_and_a_folder(bucket, capsys):

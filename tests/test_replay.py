@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stabilitylab.cases.samples import sample
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.cases.registry import sample
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.numerics.pytree import is_same
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame

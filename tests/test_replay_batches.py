@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from stabilitylab.mcp.reading import batch_rows
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.pytree import (
     batch_form,
@@ -201,7 +201,7 @@ def test_a_run_of_the_trainer_with_accumulation(tmp_path):
 
 LOOP = """
 import sys, torch, torch.distributed as dist
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder

@@ -69,7 +69,7 @@ def part_of(step, micro=0):
     return {"x": x, "y": x.sum(1), "mask": (torch.rand(4, generator=generator) > 0.3).float()}
 
 
-def record(path, steps=5, parts=1, after=None, setup=SETUP, every=10, loss_of=None, **options):
+def record(path, steps=5, parts=1, after=None, setup=SETUP, every=10, loss_of=None, note=None, **options):
     "A recorded loop; `after(step, model)` runs behind the optimizer's step."
     torch.manual_seed(0)
     model = setup.model()
@@ -89,6 +89,8 @@ def record(path, steps=5, parts=1, after=None, setup=SETUP, every=10, loss_of=No
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(total if loss_of is None else loss_of(total))
+            if note is not None:
+                recorder.guard.note(note, aloud=False)
             if after is not None:
                 after(step, model)
     return path
@@ -282,6 +284,19 @@ def test_a_replay_takes_the_flags_of_the_run(tmp_path, set_flags):
 
     assert check_setup(path, 2, replace(SETUP, loss=noting)).is_exact
     assert all(flags == in_run for flags in flags_within) and arithmetic() == before
+
+
+def test_random_numbers_that_a_compiled_run_drew_otherwise_are_named(tmp_path):
+    path = record(tmp_path / "run", note=COMPILED)
+
+    def other_draws(model, part):
+        torch.rand(1)
+        return mean_loss(model, part)
+
+    check = check_setup(path, 2, replace(SETUP, loss=other_draws))
+    assert check.fault == "compiled dropout" and not check.is_step
+    check = check_setup(path, 2, replace(SETUP, loss=lambda model, part: mean_loss(model, part) * 1.00001))
+    assert "the run was compiled" in check.words and check.is_step
 
 
 def test_dropout_inside_of_cudnn_is_named(tmp_path, monkeypatch):
@@ -532,7 +547,7 @@ def test_the_page_names_tests_that_there_are():
 
 OTHER_PROCESSOR = """
 from dataclasses import replace
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup

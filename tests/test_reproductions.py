@@ -34,8 +34,8 @@ from reproductions.vision import (
     pretrained_parts,
 )
 from stabilitylab.cases.states import trained_reader, trigger_batch
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.names.errors import InputError
 from stabilitylab.trial.outcome import paired_interval
 

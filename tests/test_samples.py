@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from stabilitylab.cases.lm_high_lr import CONFIG, replay_setup
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.models.decoder import LanguageModel

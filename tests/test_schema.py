@@ -9,7 +9,7 @@ import torch
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.cli.explain import schema
 from stabilitylab.cli.main import make_parser
 from tests.command import command

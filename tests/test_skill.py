@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.cli.main import make_parser
 from tests.command import command
 from tests.notebooks import ROOT

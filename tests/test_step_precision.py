@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stabilitylab import Recorder
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.accumulation.audit import (
     audit_accumulation,

@@ -566,6 +566,10 @@ def test_a_draft_gives_what_it_imports_the_arguments_of_the_program(tmp_path, mo
     setup = tmp_path / "replay_setup.py"
     setup.write_text(f"import sys\n{lines}from own_world import WIDTH\ndef setup(path): return WIDTH\n")
     assert function_at(f"{setup}:setup")(None) == "8"
+    script.write_text("import sys\nif sys.argv[1] == '--width':\n    import sys\nWIDTH = sys.argv[2]\n")
+    lines += f"from stabilitylab.replay.script import definitions\ndefinitions({str(script)!r}, 'a_script')\n"
+    setup.write_text(f"import sys\n{lines}import a_script\ndef setup(path): return a_script.WIDTH\n")
+    assert function_at(f"{setup}:setup")(None) == "8"
     assert sys.argv[-1] == "abc"  # ours again
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert setup_template._arguments_lines() == ""

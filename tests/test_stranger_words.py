@@ -14,7 +14,7 @@ from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
 from stabilitylab.detect.context import run_context
 from stabilitylab.detect.facts.evidence import evidence
-from stabilitylab.detect.facts.record_steps import _total
+from stabilitylab.detect.facts.jump_facts import _total
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,

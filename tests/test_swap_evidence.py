@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stabilitylab import Recorder
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.cli.main import main
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts import evidence

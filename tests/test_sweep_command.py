@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.sweep import points_of
 from tests.command import command

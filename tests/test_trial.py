@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.fixes.training import Training
 from stabilitylab.names.errors import InputError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.investigation.loop import _unfinished
 from stabilitylab.names.errors import InputError, bad_input
 from stabilitylab.names.files import Scratch

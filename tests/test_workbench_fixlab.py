@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stabilitylab import Recorder
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.investigation.opening import open_recordings
 from stabilitylab.investigation.plan import first_step

@@ -12,11 +12,11 @@ from nbclient import NotebookClient
 from nbformat import reads
 
 from stabilitylab import Recorder
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.findings import FINDING_KINDS
+from stabilitylab.names.glossary import FINDING_KINDS
 from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
 from stabilitylab.plot.heads import head_map, head_picture
 from stabilitylab.replay.snapshot import replayable_steps
@@ -27,11 +27,16 @@ from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import open_state, run_action
 from stabilitylab.workbench.tabs import Workbench, views_without_data
 from stabilitylab.workbench.view_attention import AttentionView
-from stabilitylab.workbench.view_environment import EnvironmentView, between_runs, command_words
+from stabilitylab.workbench.view_environment import (
+    EnvironmentView,
+    ReportView,
+    between_runs,
+    command_words,
+    report_files,
+)
 from stabilitylab.workbench.view_fixlab import FixLabView
 from stabilitylab.workbench.view_overview import Overview
 from stabilitylab.workbench.view_replay import ReplayView
-from stabilitylab.workbench.view_report import ReportView, report_files
 from stabilitylab.workbench.view_rounding import RoundingState
 
 STEPS = np.arange(60)

@@ -95,7 +95,7 @@ def test_ordinary_mistakes_with_checkpoints_are_told(folder, capsys):
 
 
 def test_the_sample_names_every_tensor_of_its_optimizer():
-    from stabilitylab.cases.samples import sample
+    from stabilitylab.cases.registry import sample
 
     table = scan_checkpoint(sample() / "checkpoints" / "step-000320.pt", "optimizer", progress=False)
     assert set(table.index) == set(table.attrs["names"]) and not table.attrs["unnamed"]
@@ -120,7 +120,7 @@ def test_the_call_of_a_grid_runs_and_draws_what_is_seen(is_rounded, tmp_path):
 
 
 def test_a_step_is_measured_and_called(capsys):
-    from stabilitylab.cases.samples import sample
+    from stabilitylab.cases.registry import sample
 
     view = PrecisionView(open_state(sample())[0])
     view.look.step = 10_000

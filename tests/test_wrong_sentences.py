@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.likely_cause import _is_older, ranked_causes
 from stabilitylab.detect.phrase import evidence_words, explain
@@ -60,7 +60,7 @@ def test_a_single_record_after_a_jump_of_the_rate_is_no_sign_of_a_batch(spike, b
 PROGRAM = """
 from dataclasses import replace
 import torch
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.replay.setup_file import setup_of
 
 def constant(model, batch):

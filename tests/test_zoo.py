@@ -9,12 +9,12 @@ import pytest
 from stabilitylab.cli.main import main
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts.evidence import evidence
-from stabilitylab.detect.facts.record_steps import loss_event
+from stabilitylab.detect.facts.jump_facts import loss_event
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import _CAUSES as TABLE
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.fixes.registry import fixes
-from stabilitylab.names.findings import FINDING_KINDS
+from stabilitylab.names.glossary import FINDING_KINDS
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.arm import arm_of

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from .case import Case
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
-from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
+from ..models.parts import ModelConfig
 from ..models.tasks import byte_batches, stdlib_bytes
 from ..probe.recorder import Recorder
 from ..read.runs import read_runs

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from ..models.attention import Attention
-from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
+from ..models.parts import ModelConfig
 from ..models.tasks import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from ..numerics.modes import fast_arithmetic

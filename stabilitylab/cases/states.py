@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from .case import Case
 from .layers import layer_case, scale_weight
 from ..detect.findings import Finding, Findings
-from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
+from ..models.parts import ModelConfig
 from ..models.tasks import byte_batches, stdlib_bytes
 from ..numerics.accumulation.audit import Audit, audit_accumulation
 from ..probe.attention.layers import find_ignored_layers, find_output_collapse, layer_readings

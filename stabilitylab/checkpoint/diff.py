@@ -13,8 +13,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from .open import open_checkpoint
-from .optimizer_names import optimizer_names
+from .open import open_checkpoint, optimizer_names
 from .scan import real_values, with_bar
 from .tensors import Checkpoint, LazyTensor
 

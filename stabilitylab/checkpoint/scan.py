@@ -19,8 +19,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from .open import open_checkpoint
-from .optimizer_names import optimizer_names
+from .open import open_checkpoint, optimizer_names
 from .tensors import Checkpoint, LazyTensor
 from ..names.errors import InputError, bad_input, printable
 from ..numerics.kernels import load_kernel

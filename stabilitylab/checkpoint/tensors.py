@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 from ..names.errors import InputError, bad_input, printable
-from ..names.remote import RemoteFile
+from ..names.files import RemoteFile
 
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #a2cfbe1b
 class FileSlice(io.RawIOBase):

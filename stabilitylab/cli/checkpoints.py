@@ -87,7 +87,7 @@ def _run_scan(
     "Scans a checkpoint and prints its tensors."
     from stabilitylab.checkpoint.open import open_checkpoint
     from stabilitylab.checkpoint.scan import scan_checkpoint
-    from stabilitylab.names.remote import shown_address
+    from stabilitylab.names.files import shown_address
 
     ckpt = open_checkpoint(args.checkpoint)
     table = scan_checkpoint(
@@ -149,7 +149,7 @@ def _run_diff(
 ) -> int:  # exit code 0
     "Compares two checkpoints and prints what differs."
     from stabilitylab.checkpoint.diff import diff_checkpoints
-    from stabilitylab.names.remote import shown_address
+    from stabilitylab.names.files import shown_address
 
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs

@@ -87,7 +87,7 @@ def _read_paths(
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
     from stabilitylab.investigation.opening import open_recordings
-    from stabilitylab.names.remote import shown_address
+    from stabilitylab.names.files import shown_address
 
     runs: dict = {}
     for path in _progress(paths, "reading"):
@@ -155,7 +155,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     from stabilitylab.detect.cross_run import compare_runs
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.findings import Findings
-    from stabilitylab.names.remote import shown_address
+    from stabilitylab.names.files import shown_address
     from stabilitylab.report.content import by_severity
     from stabilitylab.run.cluster import as_client, map_on
 
@@ -206,7 +206,7 @@ def _remedies(args: argparse.Namespace) -> tuple[None, ...]:
 def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> str:
     "The object that machines read."
     from stabilitylab.names.encode import to_json
-    from stabilitylab.report.json_report import run_json, runs_json
+    from stabilitylab.report.terminal import run_json, runs_json
 
     if len(runs) > 1:
         reports = [run_json(run, findings[name], None, args.all_remedies) for name, run in runs.items()]

@@ -77,7 +77,7 @@ def run_check(
     args: argparse.Namespace,  # what `add_check` declares
 ) -> int:  # exit code: 0 whole, 1 damaged
     "Checks a path and prints what is damaged."
-    from stabilitylab.investigation.check import check_path
+    from stabilitylab.investigation.opening import check_path
     from stabilitylab.names.encode import to_json
 
     checked = check_path(args.path)

@@ -13,7 +13,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit
-from ..knowledge.crashes import explain_crash, xid_row
+from ..knowledge.symptoms import explain_crash, xid_row
 from ..run.curves import group_of
 
 # %% ../../nbs/api/detect/04_events.ipynb #b8d1569b

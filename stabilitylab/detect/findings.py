@@ -17,7 +17,7 @@ import pandas as pd
 from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.encode import plain, rendered_html, to_json
 from ..names.errors import bad_input
-from ..names.findings import FINDING_KINDS, SEVERITIES
+from ..names.glossary import FINDING_KINDS, SEVERITIES
 
 # %% ../../nbs/api/detect/00_findings.ipynb #4fbed049
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.kind not in FINDING_KINDS:
-            raise bad_input("kind", self.kind, "a kind of names.findings.FINDING_KINDS")
+            raise bad_input("kind", self.kind, "a kind of names.glossary.FINDING_KINDS")
         if self.severity not in SEVERITIES:
             raise bad_input("severity", self.severity, ", ".join(SEVERITIES))
         for name in ("onset", "end"):

@@ -16,7 +16,7 @@ from importlib.resources import files
 import xarray as xr
 
 from .facts.evidence import evidence
-from .facts.record_steps import RunFacts
+from .facts.jump_facts import RunFacts
 from .findings import Finding, Findings
 from .limits import limit
 from .phrase import about, joined

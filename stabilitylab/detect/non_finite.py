@@ -16,7 +16,7 @@ from .findings import Finding
 from .layers.activations import first_names, run_format
 from .limits import count_limit, limit
 from .phrase import evidence_words
-from ..names.findings import SEVERITIES
+from ..names.glossary import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, event_texts, group_of, loss_name, scalars_of
 from ..run.scalars import series, series_names

@@ -15,7 +15,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
-from stabilitylab.detect.loss.objective import (
+from stabilitylab.detect.loss.evaluations import (
     Objective,
     epoch_means,
     epochs_of,

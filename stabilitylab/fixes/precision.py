@@ -93,6 +93,11 @@ def _widen(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> N
     parameter.grad = None if gradient is None else gradient.float()
     _cast_moments(optimizer, parameter, torch.float32)
 
+
+def _lost(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    "What rounding took, itself kept in bf16 as in a run that has no fp32 at all."
+    return quantise(exact - rounded.detach(), "bf16").to(exact)
+
 # %% ../../nbs/api/fixes/21_precision.ipynb #203649ff
 class GridRounding(Hook):
     "Computes the update in float32 and rounds the weights to bf16."
@@ -102,7 +107,7 @@ class GridRounding(Hook):
     def __init__(self, rounding: str, seed: int):
         self.rounding, self.random = rounding, torch.Generator().manual_seed(seed)
         self.lost: list[torch.Tensor] = []  # what rounding took from each trained weight, for 'kahan'
-        self.narrow: list[torch.nn.Parameter] = []
+        self.narrow: list[torch.nn.Parameter] = []  # weights that are stored in bf16
 
     @torch.no_grad()
     def before_update(
@@ -125,11 +130,9 @@ class GridRounding(Hook):
         "Rounds every trained weight."
         exact = [parameter.detach().clone() for parameter in _trained(training)]
         for parameter in _trained(training):
-            parameter.data.copy_(self.rounded(parameter.detach()))
+            parameter.data.copy_(self.rounded(parameter))
         if self.rounding == "kahan":
-            # what is lost is itself kept in bf16, as in a run that has no fp32 at all
-            pairs = zip(exact, _trained(training), strict=True)
-            self.lost = [quantise(old - new.detach(), "bf16").to(old) for old, new in pairs]
+            self.lost = [_lost(old, new) for old, new in zip(exact, _trained(training), strict=True)]
         for parameter in self.narrow:
             parameter.grad = None
             parameter.data = parameter.data.bfloat16()

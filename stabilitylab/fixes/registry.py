@@ -194,7 +194,6 @@ _MODULES = (
     "attention_sinks",
     "architecture",
     "embedding",
-    "trainable",
     "init",
     "adam",
     "optimizers",

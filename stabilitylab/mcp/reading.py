@@ -19,15 +19,14 @@ from ..checkpoint.scan import scan_checkpoint
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..investigation.opening import open_recordings
-from .answers import allowed_path, answer
-from .trial_job import TrialJob
+from .trial_job import TrialJob, allowed_path, answer
 from ..names.errors import bad_input
 from ..numerics.pytree import LOOP, batch_alone, loop_tensors, parts_of
 from ..replay.snapshot import load_batch
 from ..report.brief import MOST_CHARACTERS, Brief
 from ..report.brief import brief as brief_of
 from ..report.content import step_to_replay
-from ..report.json_report import run_json
+from ..report.terminal import run_json
 from ..run.curves import loss_name, scalars_of, series_between, tensor_rows
 from ..run.recording import Recording, nearest_step, opened
 from ..run.scalars import series_names, summary

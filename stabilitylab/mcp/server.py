@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from .tools import Tools
 from ..names.errors import InputError, MissingExtra, bad_input, require
-from ..report.json_report import run_json
+from ..report.terminal import run_json
 
 # %% ../../nbs/api/mcp/05_server.ipynb #eb8268f1
 _MEANING = {

@@ -6,9 +6,8 @@
 __all__ = ['Tools']
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #b6b73c5f
-from .answers import allowed_path, answer, only
 from .reading import ReadingTools, Runs
-from .trial_job import TrialJob
+from .trial_job import TrialJob, allowed_path, answer, only
 from ..names.errors import InputError, bad_input
 from ..trial.arm import arm_of
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .config import ModelConfig
-from .parts import RelativeBias, make_norm, rotate
+from .parts import ModelConfig, RelativeBias, make_norm, rotate
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/12_attention.ipynb #0d37ecd7

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .attention import Attention
-from .config import ModelConfig
-from .parts import WithMLP, init_weights, make_norm, sinusoids
+from .parts import ModelConfig, WithMLP, init_weights, make_norm, sinusoids
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/14_decoder.ipynb #5eadf4fb

@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ..names.errors import bad_input
-from .theme import colour, label
+from .scene import colour, label
 
 # %% ../../nbs/api/plot/40_attention.ipynb #95d84ad8
 def _axis_label(

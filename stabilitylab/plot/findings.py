@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from ..detect.findings import Finding, Findings
 from .loss import few_ticks, plot_loss, plot_series
-from .theme import colour, label
+from .scene import colour, label
 from ..run.curves import loss_name
 from ..run.scalars import series, series_names
 

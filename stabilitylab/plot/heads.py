@@ -25,7 +25,7 @@ from stabilitylab.plot.attention import (
     signed_ticks,
 )
 from .picture import figure_png, panel_of
-from .theme import colour, label, theme
+from .scene import colour, label, theme
 
 # %% ../../nbs/api/plot/43_heads.ipynb #8008fe0e
 _COLUMNS = 1200  # steps that a picture keeps; each keeps the largest value of its stretch

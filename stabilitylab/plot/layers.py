@@ -21,8 +21,7 @@ from matplotlib.lines import Line2D
 from ..numerics.formats import binade_table
 from .loss import keep_extremes, short_number
 from .picture import figure_png, new_figure, scene_of
-from .scene import line_mark
-from .theme import colour, label, theme
+from .scene import colour, label, line_mark, theme
 
 # %% ../../nbs/api/plot/20_layers.ipynb #91e5c287
 _NAN = -1.0  # in a table of magnitudes: a value that was measured and is no number; NaN there is absent

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from .loss import DRAWN, OVERLAID_BINS, keep_extremes, short_number
-from .theme import colour
+from .scene import colour
 
 # %% ../../nbs/api/plot/08_look.ipynb #e697045b
 def moving_mean(

@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..names.errors import bad_input
-from .theme import colour, label
+from .scene import colour, label
 
 # %% ../../nbs/api/plot/02_loss.ipynb #bd2caad2
 OVERLAID_BINS = 600  # parts of the x-axis that keep their extremes, where several lines share a panel

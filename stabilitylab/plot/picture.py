@@ -25,8 +25,7 @@ from ..detect.findings import Findings
 from .findings import panels_of, plot_findings
 from .look import Look
 from .loss import BROKEN, DRAWN, wants_log
-from .scene import drawn_marks, sheet_of
-from .theme import COLOURS, theme
+from .scene import COLOURS, drawn_marks, sheet_of, theme
 
 # %% ../../nbs/api/plot/06_picture.ipynb #06b61950
 def in_range(

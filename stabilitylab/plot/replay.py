@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from ..numerics.formats import NUMBER_FORMATS
 from .picture import figure_png, new_figure, panel_of
-from .theme import colour, label, theme
+from .scene import colour, label, theme
 from ..run.scalars import series
 
 # %% ../../nbs/api/plot/30_replay.ipynb #924da1e4

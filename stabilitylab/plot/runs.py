@@ -38,7 +38,7 @@ from stabilitylab.plot.picture import (
     panel_of,
     scene_of,
 )
-from .theme import colour, label, theme
+from .scene import colour, label, theme
 from ..run.curves import loss_name
 from ..run.scalars import series, series_names
 

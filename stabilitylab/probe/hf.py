@@ -119,13 +119,13 @@ class _TrainingWatch:
             vars(self.trainer.accelerator).pop("backward", None)
 
 # %% ../../nbs/api/probe/08_hf.ipynb #8bdfbf59
-def _running_trainer() -> Any:
-    "The Trainer that called its callbacks; None where none did."
+def _trainer_with_own_loss() -> Any:
+    "The Trainer that called its callbacks, if it computes its loss by itself; else None."
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if hasattr(owner, "compute_loss") and hasattr(owner, "callback_handler"):
-            return owner
+            return owner if is_own_loss(owner) else None
         frame = frame.f_back
     return None
 
@@ -164,9 +164,7 @@ class RecorderCallback(_Base):
         own = {"scaler": getattr(optimizer, "scaler", None), "first_step": state.global_step}
         self.recorder = Recorder(model, optimizer, self.path, **(own | self.options)).__enter__()
         self.recorder.clip = getattr(args, "max_grad_norm", None) or "None"  # for the draft of the setup
-        trainer = _running_trainer()
-        has_own_loss = trainer is not None and is_own_loss(trainer)
-        self.watch = _TrainingWatch(self.recorder, model, trainer if has_own_loss else None)
+        self.watch = _TrainingWatch(self.recorder, model, _trainer_with_own_loss())
 
     def on_step_end(
         self,

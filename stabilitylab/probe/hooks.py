@@ -259,6 +259,11 @@ def read_shared(
     for slot, piece in parts:
         slots.measure([slot], piece)
 
+
+def _is_shape_only(tensor: torch.Tensor) -> bool:
+    "Whether a tensor has a shape and no values."
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
 # %% ../../nbs/api/probe/02_hooks.ipynb #ecefcfcd
 class OutputReader:
     "Reads outputs, inputs and gradients of modules into their rows of sums."
@@ -281,13 +286,11 @@ class OutputReader:
     ) -> None:
         "Measure one call of a module."
         tensor = first_tensor(out)
-        is_shape = tensor is None or tensor.is_meta or type(tensor).__name__ == "FakeTensor"
-        if tensor is None or is_shape or self.passes.is_shape_run:
-            return  # only shapes pass through the model
+        if tensor is None or _is_shape_only(tensor) or self.passes.is_shape_run:
+            return
         # Under reentrant checkpointing the first pass runs without a graph, and only the tensors computed
         # again get a gradient; their values were read the first time.
-        is_again = graph_task() != -1  # an activation that is computed again for the backward pass
-        if not is_again:
+        if graph_task() == -1:
             if not (self.passes.with_gradients or torch.is_grad_enabled()):
                 return
             input_tensor = first_tensor(args)

@@ -67,6 +67,12 @@ def _clip_of(trainer: Any, default: Any) -> Any:
         return limit
     return default if _clips_by_itself(trainer.lightning_module) else "None"
 
+
+def _optimized_loss(outputs: Any) -> list[torch.Tensor]:
+    "The loss of a micro-batch, which Lightning has divided by their number; [] where there is none."
+    loss = outputs.get("loss") if hasattr(outputs, "get") else outputs
+    return [loss.detach()] if torch.is_tensor(loss) else []
+
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
 class LightningCallback(_base()):  # type: ignore[misc]
     "A callback that records the run of a Lightning Trainer."
@@ -111,13 +117,11 @@ class LightningCallback(_base()):  # type: ignore[misc]
         "Ends a step of the record if the optimizer took one."
         if self.recorder is None:
             return
-        loss = outputs.get("loss") if hasattr(outputs, "get") else outputs
-        if torch.is_tensor(loss):
-            self.losses.append(loss.detach())  # Lightning has divided it by the number of micro-batches
-        # under accumulation most batches take no step
-        if trainer.global_step > self.last_step:
-            losses, self.losses, self.last_step = self.losses, [], trainer.global_step
-            self.recorder.step(sum(losses[1:], losses[0]) if losses else None)
+        self.losses += _optimized_loss(outputs)
+        if trainer.global_step > self.last_step:  # under accumulation most batches take no step
+            self.last_step = trainer.global_step
+            self.recorder.step(sum(self.losses) if self.losses else None)
+            self.losses.clear()
 
     def on_train_end(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stabilitylab.detect.facts.record_steps import loss_bound
+from stabilitylab.detect.facts.jump_facts import loss_bound
 from stabilitylab.detect.limits import count_limit
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.hooks import ModuleRows

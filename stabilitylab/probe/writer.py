@@ -17,7 +17,7 @@ import numpy as np
 
 from .guard import RECORDING, Guard
 from .rows import StepRow
-from ..run.heads import joined_rows
+from ..run.shards import joined_rows
 
 # %% ../../nbs/api/probe/05_writer.ipynb #5224b95e
 _ROWS = 200  # steps after which a part is written, however fast they are

@@ -15,10 +15,8 @@ from typing import Any
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
-from ..names.files import Scratch
-from ..names.remote import fetched, is_remote, shown_address
+from ..names.files import Scratch, fetched, is_remote, shown_address
 from .base import head_of, to_dataset
-from .companions import companion_files, join_companion_logs, join_kernel_logs
 from .crash.incidents import crash_in_text
 from stabilitylab.read.files import (
     LogFile,
@@ -36,7 +34,13 @@ from stabilitylab.read.groups import (
     merge_duplicates,
     run_name_of,
 )
-from .recognise import formats, recognise
+from stabilitylab.read.recognise import (
+    companion_files,
+    formats,
+    join_companion_logs,
+    join_kernel_logs,
+    recognise,
+)
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from ..run.cluster import as_client, map_on
 from ..run.curves import WARNED, group_of

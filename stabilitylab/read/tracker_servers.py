@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlencode, urlsplit
 import numpy as np
 
 from ..names.errors import InputError, printable
-from ..names.remote import shown_address
+from ..names.files import shown_address
 from .base import LogData
 from .files import LogFile, ReadOptions, with_options
 from .logs.trackers import trackio_runs

@@ -27,12 +27,17 @@ _ASSIGNED = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 _BLOCKS = (ast.If, ast.Try)
 
 
+class _Arguments(list):
+    "What a script sees as `sys.argv`: none of our own arguments."
+
+
 @contextmanager
 def own_arguments(
     path: str | Path,  # of a script
+    arguments: Sequence[str] = (),  # those of the run, where a draft knows them
 ) -> Iterator[None]:
-    "Within it a script sees no arguments but its own name."
-    before, sys.argv = sys.argv, [str(path)]
+    "Within it a script sees its own name and arguments."
+    before, sys.argv = sys.argv, _Arguments([str(path), *arguments])
     try:
         yield
     finally:
@@ -45,6 +50,8 @@ class _Names(dict):
     def __init__(self, path: Path, name: str):
         super().__init__(__name__=name, __file__=str(path), __builtins__=__builtins__)
         self.path = path
+        # those that a draft has set before it imports the script
+        self.arguments = sys.argv[1:] if isinstance(sys.argv, _Arguments) else []
         self.waiting: dict[str, list[ast.stmt]] = {}  # name -> statements that assign it
 
     def __missing__(self, name: str) -> Any:
@@ -61,7 +68,7 @@ class _Names(dict):
     ) -> None:
         "Execute one statement of the script."
         code = compile(ast.Module([statement], []), str(self.path), "exec")
-        with own_arguments(self.path):
+        with own_arguments(self.path, self.arguments):
             exec(code, self)
 
     def wait(

@@ -16,9 +16,8 @@ from torch import nn
 
 from ..names.encode import plain
 from ..probe.blackbox import checksums, rng_state, set_rng_state
-from .device import kind_of, recorded_device
+from .device import files_at, kind_of, recorded_device
 from .faults import FAULTS, HARMLESS, fault_of
-from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
     EQUAL,
@@ -57,6 +56,9 @@ class Check:
 _ELSEWHERE = {
     "generator": "the model draws random numbers, such as dropout, and the generator of {here} is not that"
     " of {there}; replay it on {there}",
+    "compiled dropout": "the model draws random numbers, such as dropout, and compiled code draws others than"
+    " this replay, which is not compiled; a run whose steps are to be replayed sets"
+    " `torch._inductor.config.fallback_random = True`",
     "cudnn dropout": "the dropout inside {names} is drawn from a state of cuDNN that no program can save; a"
     " run whose steps are to be replayed on a GPU sets `torch.backends.cudnn.enabled = False`",
 }
@@ -235,12 +237,10 @@ def _rounded(facts: StepFacts) -> tuple[str, dict]:
     return "drift", changed | {"count": len(facts.way.steps)}
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #ec82e562
-def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
+def _judged(facts: StepFacts) -> tuple[str, dict, int]:
     "(fault, what its words name, the step that shows it)."
     way = facts.way
     suspect, difference = way.steps[-1].step, _first_difference(way)
-    if parameters.state == "differs":
-        return "parameters", {}, way.start.step
     if difference is None:
         last = way.steps[-1].recorded
         is_recorded = "loss" in last or bool(last.get("grad_norm"))  # a zero is that of any setup
@@ -248,6 +248,8 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     step, name = difference
     if name == "loss" and _is_other_loss(way):
         return *_other_loss(facts), suspect
+    if _COMPILED in facts.changed and _draws_others(facts):
+        return "compiled dropout", {}, step.step
     is_noise = _is_noise(facts, step, name)
     if is_noise or _may_be_rounding(facts, step, name):
         beyond = _first_difference(way, _allowed(facts, is_noise or facts.is_elsewhere))
@@ -258,11 +260,11 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     fault, evidence = drawn or fault_of(step, name, facts)
     return fault, evidence, step.step
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #ec82e563
 def _random_fault(facts: StepFacts) -> tuple[str, dict] | None:
     "Random numbers of the run that a replay cannot draw again; None where it draws the same or none."
     here, there = kind_of(facts.setup.device), recorded_device(facts.path.run)
-    if here != there and _draws(facts):
+    if here != there and _spread(facts):
         return "generator", {"here": here, "there": there}
     names = _with_dropout_of_cudnn(facts)
     return ("cudnn dropout", {"names": some_of(names)}) if names else None
@@ -278,15 +280,25 @@ def _with_dropout_of_cudnn(facts: StepFacts) -> list[str]:
     return [name for name, each in layers.items() if each.dropout and each.num_layers > 1 and each.training]
 
 
-def _draws(facts: StepFacts) -> bool:
-    "Whether the loss of the first step hangs on random numbers."
+def _spread(facts: StepFacts) -> float:
+    "How far the loss of the first step is apart for two seeds; 0 where it draws no random numbers."
     losses = []
     outside = rng_state()
     for seed in range(2):
         torch.manual_seed(seed)
         losses.append(replay(facts.way.start, facts.first, record=False, keep_rng=False).loss)
     set_rng_state(outside)
-    return losses[0] != losses[1]
+    return abs(losses[0] - losses[1])
+
+
+_SAME_DRAWS = 0.05  # share of the spread of two seeds below which a loss is that of the same draws; ours
+
+
+def _draws_others(facts: StepFacts) -> bool:
+    "Whether the loss of the first step is as far from the record as that of another seed may be."
+    first = facts.way.steps[0]
+    apart = abs(first.recorded.get("loss", first.replayed["loss"]) - first.replayed["loss"])
+    return apart > EQUAL * abs(first.replayed["loss"]) and apart > _SAME_DRAWS * _spread(facts) > 0
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #e65614eb
 def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFacts:
@@ -319,7 +331,11 @@ def check_setup(
     "Compares every step from the last snapshot to a given step with the record."
     way = retrace(path, step, setup) if way is None else way
     parameters = _parameters(path, way.start)
-    fault, evidence, at = _judged(_facts(path, setup, way), parameters)
+    if parameters.state == "differs":
+        judged: tuple[str, dict, int] = "parameters", {}, way.start.step
+    else:
+        judged = _judged(_facts(path, setup, way))
+    fault, evidence, at = judged
     checks = (parameters, *_checks_of(way.steps[at - way.start.step]))
     is_exact = fault in ("", "other loss") and _is_exact(way.steps[-1])
     return SetupCheck(

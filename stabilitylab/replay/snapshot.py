@@ -24,7 +24,7 @@ from stabilitylab.probe.blackbox import (
     set_rng_state,
 )
 from ..probe.settings import as_list
-from stabilitylab.replay.ranks import (
+from stabilitylab.replay.device import (
     files_at,
     in_turn,
     is_sharded,

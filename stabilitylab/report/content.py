@@ -21,7 +21,7 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
-from ..names.findings import REPORTED, SEVERITIES
+from ..names.glossary import REPORTED, SEVERITIES
 from .words import clean, number, spaced
 from ..run.curves import loss_name
 from ..run.recording import nearest_step

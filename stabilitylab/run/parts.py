@@ -14,7 +14,6 @@ import xarray as xr
 
 from .checksums import Damage
 from .closed import open_closed
-from .heads import combine_heads, head_table
 from stabilitylab.run.ranks import (
     combine_shards,
     join_stages,
@@ -31,7 +30,7 @@ from stabilitylab.run.scalars import (
     series,
     series_names,
 )
-from .shards import Shard, read_shard, shard_table
+from .shards import Shard, combine_heads, head_table, read_shard, shard_table
 
 # %% ../../nbs/api/run/06_parts.ipynb #82f1012d
 @dataclass(frozen=True)

@@ -259,6 +259,16 @@ def _resume(training: Training, fixes: Sequence[dict], state: Path) -> None:
         training.load_state_dict(saved)
 
 
+def _step_unless_non_finite(training: Training) -> Stepped | None:
+    "The next step; None where the program fails on weights that are not finite."
+    try:
+        return training.run_step()
+    except (RuntimeError, ValueError, AssertionError):  # such as a loss that checks its inputs
+        if all(bool(p.isfinite().all()) for p in training.model.parameters()):
+            raise
+    return None
+
+
 def _log_row(training: Training, step: Stepped, seconds: float, n_bytes: int) -> dict:
     "What the log says of a step."
     row = {
@@ -316,13 +326,10 @@ class ArmTraining:
 
     def take(self) -> Stepped:  # its outcome
         "The next step; the last one, of loss NaN, where the program fails on weights that are not finite."
-        try:
-            return self.training.run_step()
-        except (RuntimeError, ValueError, AssertionError):  # such as a loss that checks its inputs
-            if all(bool(p.isfinite().all()) for p in self.training.model.parameters()):
-                raise
-        self.n_non_finite = _NON_FINITE_END
-        return Stepped(self.training.step, math.nan, math.nan, skipped=False)
+        stepped = _step_unless_non_finite(self.training)
+        if stepped is None:
+            self.n_non_finite = _NON_FINITE_END
+        return stepped or Stepped(self.training.step, math.nan, math.nan, skipped=False)
 
     def save(self) -> None:
         "Saves the state, atomically."

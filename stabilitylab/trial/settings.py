@@ -19,8 +19,8 @@ import torch
 import xarray as xr
 
 from ..fixes.training import Training
-from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
+from ..models.parts import ModelConfig
 from ..models.tasks import model_loss, text_task
 from ..names.errors import bad_input
 from ..run.curves import curve

@@ -281,7 +281,7 @@ class _TaskJobs(_TaskSettings[Result]):
             if self._client is None and start is not None and _may_be_short(start, self.devices, self._room):
                 share = max(len(part) for part in self._waiting)
                 arguments = {"devices": self.devices, "wanted": self._room, "in_a_part": share}
-                self._gauge = Job.of("stabilitylab.trial.memory:room_of", start=start.to_dict(), **arguments)
+                self._gauge = Job.of("stabilitylab.trial.trial:room_of", start=start.to_dict(), **arguments)
         if self._gauge is None:
             return False
         state = self._gauge.poll()

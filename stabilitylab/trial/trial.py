@@ -7,16 +7,18 @@ __all__ = ['TrialResult', 'Trial', 'unfit_arms']
 
 # %% ../../nbs/api/trial/03_trial.ipynb #130a0d72
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..fixes.registry import apply_all, fix
+from ..fixes.training import Training
 from ..names.errors import InputError, bad_input
-from ..replay.device import chosen_devices, device_settings
+from ..numerics.pytree import tensors_of
+from ..replay.device import chosen_devices, device_settings, free_memory, kind_of
 from .arm import Arm, ArmCurve, arm_of, read_curve, scaled_to, with_unique_names
 from .outcome import failure_bound
 from .start import Start
@@ -218,3 +220,117 @@ def _take_a_step(start: Start, arm: Arm, device: str) -> None:
 def _one_line(error: Exception) -> str:
     "An exception of user code in one line."
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+# %% ../../nbs/api/trial/03_trial.ipynb #33e6f869
+_PROCESS = {"cpu": 0.4e9, "cuda": 0.6e9}  # bytes of a child process without a model: our convention
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    "Bytes that one arm takes while it trains."
+
+    parameters: int  # with buffers
+    gradients: int
+    optimizer: int  # its state after a step
+    activations: int  # that one micro-batch leaves for the backward pass
+
+    @property
+    def total(self) -> int:
+        "All four together."
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def to_dict(self) -> dict:
+        "Plain data, as JSON has it."
+        return asdict(self) | {"total": self.total}
+
+# %% ../../nbs/api/trial/03_trial.ipynb #5737c790
+def _size(tensors: list[torch.Tensor]) -> int:
+    "Bytes of tensors, each storage once."
+    # views share a storage, and tied weights are one tensor under two names
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _saved_bytes(training: Training) -> int:
+    "Bytes that autograd keeps of one micro-batch, beside the parameters and the batch itself."
+    part, saved = training.batches(training.step)[0], []
+    own = [*training.model.parameters(), *training.model.buffers(), *tensors_of(part)]
+    standing = {t.untyped_storage().data_ptr() for t in own}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:  # that autograd saves
+        "Counts a tensor."
+        if tensor.untyped_storage().data_ptr() not in standing:
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), training.autocast_context():
+        _loss = training.loss(training.model, part)  # alive until the storages are counted
+    return _size(saved)
+
+
+def memory_need(
+    training: Training,  # on the CPU; its gradients and its optimizer's state are changed
+) -> MemoryNeed:
+    "What a training takes, counted on the CPU."
+    activations = _saved_bytes(training)
+    learned = [p for p in training.model.parameters() if p.requires_grad]
+    for parameter in learned:
+        parameter.grad = torch.zeros_like(parameter)
+    training.optimizer.step()
+    return MemoryNeed(
+        parameters=_size([*training.model.parameters(), *training.model.buffers()]),
+        gradients=_size([p.grad for p in learned if p.grad is not None]),
+        optimizer=_size(tensors_of(list(training.optimizer.state.values()))),
+        activations=activations,
+    )
+
+# %% ../../nbs/api/trial/03_trial.ipynb #7d0183de
+_MARGIN = 1.25  # times the sum: temporaries of backward pass and optimizer; our convention
+
+
+def arms_at_once(
+    need: MemoryNeed,  # of one arm
+    free: Mapping[str, float],  # device -> bytes; infinity where nobody says
+    wanted: int,  # >= 1
+) -> int:  # 0..wanted, over all devices together
+    "How many arms fit at the same time."
+    fitting = 0
+    for device, room in free.items():
+        each = _MARGIN * need.total + _PROCESS.get(kind_of(device), 0.0)
+        fitting += wanted if room == float("inf") else int(room // each)
+    return min(wanted, fitting)
+
+
+def room_words(
+    need: MemoryNeed,  # of one arm
+    free: Mapping[str, float],  # device -> bytes
+    wanted: int,  # arms at once that were asked for
+) -> str:  # '' where all of them fit
+    "Why fewer arms than wanted train at once, or none."
+    fitting = arms_at_once(need, free, wanted)
+    if fitting >= wanted:
+        return ""
+    parts = ", ".join(f"{name} {_giga(size)}" for name, size in asdict(need).items())
+    rooms = ", ".join(f"{device} has {_giga(room)} GB free" for device, room in free.items())
+    each = f"one arm takes {_giga(need.total)} GB ({parts}) and {rooms}"
+    if fitting:
+        return f"{fitting} at once instead of {wanted}: {each}"
+    return f"does not fit: {each}; allowed: a device with more memory, or smaller micro-batches in the setup"
+
+
+def _giga(size: float) -> str:
+    "Bytes in GB."
+    return f"{size / 1e9:.3g}"
+
+# %% ../../nbs/api/trial/03_trial.ipynb #7460f70e
+def room_of(
+    start: dict,  # of `Start.to_dict`
+    devices: list[str],  # where arms will train
+    wanted: int,  # parts at once
+    in_a_part: int = 1,  # arms that one process trains together
+) -> dict:  # fitting, words, need (bytes)
+    "How many parts of a trial fit: what a child process says before the first arm."
+    arm = memory_need(Start(**start).build(0))
+    need = MemoryNeed(*(in_a_part * size for size in asdict(arm).values()))
+    free = {device: free_memory(device) for device in devices}
+    fitting = arms_at_once(need, free, wanted)
+    return {"fitting": fitting, "words": room_words(need, free, wanted), "need": need.to_dict()}

@@ -255,6 +255,8 @@ def trial_call(
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #c6f4b098
 _N_TICKED = 2  # fixes that are ticked at first, beside the control
+_NO_FIX = "No fix is known to answer the findings of this run; choose one below."
+_ANOTHER = ("a fix …", "")
 _NARROW = widgets.Layout(width="250px")
 _AS_WIDE = {"description_width": "initial"}  # a long name is not cut
 
@@ -284,6 +286,7 @@ class ChoiceBox(widgets.VBox):
     def __init__(
         self,
         choice: Choice,  # what is known of it
+        changed: Callable[[], object] = bool,  # called when it was ticked, or a parameter changed
         is_ticked: bool = False,  # from the start
     ):
         self.choice = choice
@@ -297,6 +300,8 @@ class ChoiceBox(widgets.VBox):
         super().__init__([self.tick, self.inner, self.why], layout=widgets.Layout(flex="0 0 auto"))
         self.add_class("stl-choice")
         on(self.tick, "value", lambda _: self.fold())
+        for control in (self.tick, *self.controls.values()):
+            on(control, "value", lambda _: changed())
         self.fold()
 
     def fold(self) -> None:
@@ -346,9 +351,8 @@ class FixOffers(widgets.VBox):
     ):
         self.changed, self.boxes = changed, list[ChoiceBox]()
         self.heading, self.offered = widgets.HTML(), column()
-        self.other = widgets.Dropdown(
-            description="Another", options=[("a fix …", "")], layout={"width": "auto"}
-        )
+        self.other = widgets.Dropdown(description="Another", layout={"width": "auto"})
+        refill(self.other, [_ANOTHER], "")
         on(self.other, "value", self.offer)
         scroll = {"flex": "1 1 300px", "min_width": "290px", "max_height": "860px", "overflow": "auto"}
         super().__init__([self.heading, self.offered, self.other], layout=scroll)
@@ -369,11 +373,11 @@ class FixOffers(widgets.VBox):
         offered: list[Choice],  # the fixes that are worth a trial
     ) -> None:
         "Offers these fixes, the first ones and the control ticked."
-        none = "No fix is known to answer the findings of this run; choose one below."
-        self.say("" if offered else none)
-        first = [choice.name for choice in offered if not choice.is_control][:_N_TICKED]
-        self.boxes = []
-        self._add([ChoiceBox(choice, choice.is_control or choice.name in first) for choice in offered])
+        self.say("" if offered else _NO_FIX)
+        ticked, self.boxes = [c for c in offered if not c.is_control][:_N_TICKED], []
+        self._add(
+            *(ChoiceBox(choice, self.changed, choice.is_control or choice in ticked) for choice in offered)
+        )
 
     def offer(
         self,
@@ -381,25 +385,22 @@ class FixOffers(widgets.VBox):
     ) -> None:
         "Offers one more fix, ticked."
         if name:
-            self._add([ChoiceBox(choice_of(name, [fix(name).about.summary]), is_ticked=True)])
+            self._add(ChoiceBox(choice_of(name, [fix(name).about.summary]), self.changed, is_ticked=True))
 
     def ask(
         self,
         name: str,  # of a fix; '': none
     ) -> None:
         "Ticks a fix, which is offered if it was not."
-        box = next((box for box in self.boxes if box.choice.name == name), None)
-        if box is None:
-            self.offer(name)
-        else:
-            box.tick.value = True
-
-    def _add(self, boxes: list[ChoiceBox]) -> None:
-        "Puts boxes below those that are there."
+        boxes = [box for box in self.boxes if box.choice.name == name]
         for box in boxes:
-            for control in (box.tick, *box.controls.values()):
-                on(control, "value", lambda _: self.changed())
+            box.tick.value = True
+        if not boxes:
+            self.offer(name)
+
+    def _add(self, *boxes: ChoiceBox) -> None:
+        "Puts boxes below those that are there."
         self.boxes = self.offered.children = [*self.boxes, *boxes]
         names = other_fixes([box.choice.name for box in self.boxes])
-        refill(self.other, [("a fix …", ""), *((name, name) for name in names)], "")
+        refill(self.other, [_ANOTHER, *((name, name) for name in names)], "")
         self.changed()

@@ -19,8 +19,8 @@ import traitlets
 from torch.nn import functional as F
 from traitlets import HasTraits
 
-from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
+from ..models.parts import ModelConfig
 from ..models.tasks import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from stabilitylab.numerics.accumulation.audit import (

@@ -85,6 +85,14 @@ class CheckpointState(HasTraits):
         return path
 
 # %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #20ce37d1
+def _path_box(look: CheckpointState, name: str, words: str) -> widgets.Combobox:
+    "A field for the path of a checkpoint, which offers those below the run."
+    box = widgets.Combobox(description=words, placeholder="a file or folder", layout={"width": "420px"})
+    traitlets.link((look, name), (box, "value"))
+    traitlets.dlink((look, "below"), (box, "options"))
+    return box
+
+
 def _checkpoint_call(
     paths: list[str],  # one, or the earlier and the later
 ) -> str:  # lines of Python
@@ -116,14 +124,9 @@ class CheckpointsView(StateView):
         self.look, self.out, self.call = CheckpointState(), SortableTable(), CallLine()
         self.notice, self.columns = widgets.HTML(), widgets.HTML()
         self.boxes = {
-            name: widgets.Combobox(
-                description=words, placeholder="a file or folder", layout={"width": "420px"}
-            )
-            for name, words in (("a", "A, earlier"), ("b", "B, later"))
+            "a": _path_box(self.look, "a", "A, earlier"),
+            "b": _path_box(self.look, "b", "B, later"),
         }
-        for name, box in self.boxes.items():
-            traitlets.link((self.look, name), (box, "value"))
-            traitlets.dlink((self.look, "below"), (box, "options"))
         self.scan = CommandPanel("Scan A", lambda: self._ask("scan", "a"), self.done, "search")
         self.diff = CommandPanel(
             "Compare A with B", lambda: self._ask("diff", "a", "b"), self.done, "exchange"

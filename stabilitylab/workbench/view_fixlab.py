@@ -106,11 +106,32 @@ def _verdict_html(result: TrialResult) -> str:
     return render("view_trial", trial=replace(trial_sheet(finished), figure=Markup("")))
 
 
-def _start_of(plan: dict) -> Start:
-    "The state of a proxy, from the JSON of `proxy_plan`."
+def _loss_name(state: WorkbenchState) -> str:
+    "What the run's log calls the loss."
+    loss = state.run["scalars"]["loss"].attrs if "loss" in state.series else {}
+    return loss.get("log_name", "loss")
+
+
+def _starts_of(lab: TrialLab) -> list[str]:
+    "Where arms of a run can start: in a kept state, and in a proxy of a run that is on the disk."
+    starts = [_STATE if lab.steps else _NOWHERE]
+    return starts + ([_PROXY] if lab.path and Path(lab.path).exists() else [])
+
+
+def _proxy_job(lab: TrialLab) -> Job:
+    "A child process that makes a small model with the recipe of the run."
+    return Job.of("stabilitylab.investigation.plan:proxy_plan", path=lab.path)
+
+
+def _start_in_proxy(lab: TrialLab, plan: dict) -> None:
+    "Lets the arms start in a proxy, from the JSON of `proxy_plan`; nothing where it could not be made."
+    if not plan.get("start"):
+        return
     # a plan that was stored by a later version may have more in it
     names = {field.name for field in fields(Start)}
-    return Start(**{name: value for name, value in plan["start"].items() if name in names})
+    lab.origin = Start(**{name: value for name, value in plan["start"].items() if name in names})
+    # a small proxy fails later or earlier than the run: the plan says how long it has to train
+    lab.length = int(plan.get("steps", lab.length))
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #f38a0002
 class TrialOrigin:
@@ -124,7 +145,7 @@ class TrialOrigin:
     ):
         self.lab, self.control, self.changed = lab, control, changed
         self.words = widgets.HTML()
-        self.maker = JobPanel("Make a proxy", self._make_proxy, heard=self.take, waits=False)
+        self.maker = JobPanel("Make a proxy", lambda: _proxy_job(lab), heard=self.take, waits=False)
         on(control, "value", self.choose)
 
     @property
@@ -139,8 +160,7 @@ class TrialOrigin:
 
     def offer(self) -> None:
         "Offers the starts that the run has."
-        starts = [_STATE if self.lab.steps else _NOWHERE]
-        starts += [_PROXY] if self.lab.path and Path(self.lab.path).exists() else []
+        starts = _starts_of(self.lab)
         refill(self.control, starts, starts[0])
         self.choose(starts[0])
 
@@ -161,10 +181,6 @@ class TrialOrigin:
             self.maker.cancel()
             self.control.value = self.control.options[0]
 
-    def _make_proxy(self) -> Job:
-        "A small model with the recipe of the run, in a child process."
-        return Job.of("stabilitylab.investigation.plan:proxy_plan", path=self.lab.path)
-
     def take(
         self,
         state: JobState,  # of the job that makes a proxy
@@ -175,10 +191,7 @@ class TrialOrigin:
             return
         plan = dict(state.result) if state.phase == "done" else {}
         self.words.value = _say("proxy", plan.get("words", []), state=state)
-        if plan.get("start"):
-            self.lab.origin = _start_of(plan)
-            # a small proxy fails later or earlier than the run: the plan says how long it has to train
-            self.lab.length = int(plan.get("steps", self.lab.length))
+        _start_in_proxy(self.lab, plan)
         self.changed()
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #f38a0006
@@ -218,10 +231,8 @@ class TrialArms:
 
     def draw(self) -> None:
         "The curves so far."
-        shared, names = self.shared, [arm.name for arm in arm_rows(self.lab)]
-        attrs = shared.run["scalars"]["loss"].attrs if "loss" in shared.series else {}
-        loss = attrs.get("log_name", "loss")
-        png, panels = trial_picture(self.lab.curves, shared.dark, log_name=loss, arms=names)
+        names, loss = [arm.name for arm in arm_rows(self.lab)], _loss_name(self.shared)
+        png, panels = trial_picture(self.lab.curves, self.shared.dark, log_name=loss, arms=names)
         set_visible(self.picture, bool(png))
         self.picture.png, self.picture.panels = png, panels
 

@@ -16,10 +16,10 @@ import traitlets
 from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
-from ..names.findings import FINDING_KINDS
+from ..names.glossary import FINDING_KINDS
 from ..plot.findings import flags_of
 from ..plot.picture import in_range, page_svg
-from ..plot.theme import COLOURS
+from ..plot.scene import COLOURS
 from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render

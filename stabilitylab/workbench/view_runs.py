@@ -19,7 +19,7 @@ from ..detect.cross_run import compare_runs
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError
-from ..names.findings import SEVERITIES
+from ..names.glossary import SEVERITIES
 from ..plot.look import x_axes
 from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render

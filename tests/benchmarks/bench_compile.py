@@ -54,7 +54,7 @@ def main(argv=()):
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args(argv)
-    from stabilitylab.models.config import ModelConfig
+    from stabilitylab.models.parts import ModelConfig
 
     warnings.simplefilter("ignore")
     config = ModelConfig.plain(vocab=128, seq=256, d_model=options.width, n_layer=4, n_head=4)

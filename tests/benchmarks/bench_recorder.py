@@ -118,7 +118,7 @@ def main(argv=()):
     a.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     a.add_argument("--arms", nargs="*", default=["light", "normal", WARNED, "full"])
     o = a.parse_args(argv)
-    from stabilitylab.models.config import ModelConfig
+    from stabilitylab.models.parts import ModelConfig
 
     torch.set_num_threads(2 if o.clock == "wall" else 1)
     clock = time.perf_counter if o.clock == "wall" else time.process_time

@@ -20,8 +20,8 @@ def main(argv=()):
     o = a.parse_args(argv)
     import torch
 
-    from stabilitylab.models.config import ModelConfig
     from stabilitylab.models.decoder import LanguageModel
+    from stabilitylab.models.parts import ModelConfig
     from stabilitylab.replay.blame import blame
     from stabilitylab.replay.snapshot import Batch, Setup, Snapshot
     from stabilitylab.replay.step import replay

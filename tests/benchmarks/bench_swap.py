@@ -62,8 +62,8 @@ def classifier_base(seed):
 
 def language_base(seed):
     "Patterns of five tokens, shifted, with some noise."
-    from stabilitylab.models.config import ModelConfig
     from stabilitylab.models.decoder import LanguageModel
+    from stabilitylab.models.parts import ModelConfig
 
     config = ModelConfig.plain(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
     pattern = torch.arange(17) % (5 + seed % 3)

@@ -9,7 +9,7 @@ import numpy as np
 from test_view_overview import shot, shown
 from waiting import written
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.numerics.formats import quantise
 
 PRECISION, MEANS = ".stl-precision-view", ".stl-accumulation-view"

@@ -19,7 +19,7 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.read.base import to_dataset
 from stabilitylab.read.recognise import recognise
 from stabilitylab.read.runs import read_runs
-from stabilitylab.report.json_report import run_json
+from stabilitylab.report.terminal import run_json
 from tests.fuzz import seeds
 
 SLOWEST = 5.0  # seconds an input may take

@@ -8,8 +8,8 @@ import warnings
 import numpy as np
 import torch
 
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.detail import tensor_detail
 from stabilitylab.probe.gpu_sums import compiles_on
 from stabilitylab.probe.recorder import Recorder

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import xarray as xr
 
-from stabilitylab.cases.samples import sample
+from stabilitylab.cases.registry import sample
 from stabilitylab.investigation.opening import open_recordings
 from tests.zoo.pack import RECORDS
 

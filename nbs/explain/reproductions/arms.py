@@ -31,8 +31,8 @@ from reproductions.vlm import frozen_vlm as frozen_vlm
 from stabilitylab.detect.loss.spikes import out_of_range
 from stabilitylab.fixes.registry import Fix, fix
 from stabilitylab.fixes.training import grad_norm
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel, TranslationModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import Task, translation_task
 
 # Language models

@@ -21,8 +21,8 @@ from stabilitylab.cases.states import next_token_losses
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.training import Training, grad_norm
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.numerics.accumulation.audit import audit_accumulation
 from stabilitylab.numerics.accumulation.weights import (
     TokenMeanAccumulator,
@@ -32,8 +32,11 @@ from stabilitylab.numerics.accumulation.weights import (
     token_weights,
 )
 from stabilitylab.numerics.formats import quantise
-from stabilitylab.numerics.rounding.attention_range import attention_scale_overflow, distinct_positions
-from stabilitylab.numerics.rounding.loss_scale import simulate_loss_scale
+from stabilitylab.numerics.rounding.attention_range import (
+    attention_scale_overflow,
+    distinct_positions,
+    simulate_loss_scale,
+)
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 

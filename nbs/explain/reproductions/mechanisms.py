@@ -28,7 +28,7 @@ from reproductions.recipes import (
 from reproductions.results import Check, Result
 from stabilitylab.cases.states import TriggerReader, trained_reader, trigger_batch
 from stabilitylab.fixes.training import grad_norm
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.parts import ModelConfig
 
 # R5: spikes of rounding
 # Addition modulo 31, all 961 pairs in each batch, once in float32 and once in float64.

@@ -13,8 +13,8 @@ from torch import nn
 from reproductions.vision import VisionLanguageModel, picture_task
 from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.fixes.training import Training
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import copy_task, model_loss
 from stabilitylab.names.errors import bad_input
 from stabilitylab.replay.state import Batch, Setup, Snapshot

@@ -11,8 +11,8 @@ import xarray as xr
 from torch import nn
 
 from reproductions.vision import VisionLanguageModel, picture_task
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel, LayerMix, TranslationModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import copy_task, translation_task
 from stabilitylab.probe.checks.invariants import gradient_curvature
 

@@ -20,8 +20,8 @@ import torch
 from stabilitylab.fixes.registry import Fix, apply_all
 from stabilitylab.fixes.training import Training
 from stabilitylab.models.attention import Attention
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import byte_batches, stdlib_bytes
 
 # Settings

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from reproductions.results import Check, Result
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.tasks import byte_batches, stdlib_bytes
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.state import Batch, Setup, Snapshot

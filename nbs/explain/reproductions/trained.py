@@ -32,7 +32,7 @@ from reproductions.recipes import (
 )
 from reproductions.results import Check, Result
 from stabilitylab.fixes.training import Training
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.parts import ModelConfig
 from stabilitylab.numerics.formats import quantise, stochastic_round
 
 # R1: learning rates

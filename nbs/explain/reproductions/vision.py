@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from stabilitylab.models.attention import Attention
-from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import Block, LanguageModel, next_token_loss
-from stabilitylab.models.parts import WithMLP, init_weights, make_norm
+from stabilitylab.models.parts import ModelConfig, WithMLP, init_weights, make_norm
 from stabilitylab.models.tasks import Task
 from stabilitylab.names.errors import bad_input
 

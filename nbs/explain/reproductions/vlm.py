@@ -19,7 +19,7 @@ from reproductions.experiments import Outcome
 from reproductions.recipes import flushed_denormals
 from reproductions.vision import CAPTION_WORDS, GatedBlock, VisionLanguageModel, picture_task
 from stabilitylab.fixes.training import grad_norm
-from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.parts import ModelConfig
 
 _SEEDS = (0, 1, 2)
 _STEPS, _WARMUP = 120, 20

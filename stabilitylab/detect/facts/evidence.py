@@ -13,8 +13,14 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .jump_facts import jump_facts, outlier_facts
-from .record_steps import RunFacts, Steps, loss_event, values_before
+from stabilitylab.detect.facts.jump_facts import (
+    RunFacts,
+    Steps,
+    jump_facts,
+    loss_event,
+    outlier_facts,
+    values_before,
+)
 from .training_facts import training_facts
 from ..findings import Finding
 from ..limits import limit

@@ -10,8 +10,113 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .record_steps import RunFacts, Steps, loss_bound, output_count, values_before
 from ..limits import limit
+from ...run.curves import group_of, loss_name, scalars_of
+
+# %% ../../../nbs/api/detect/facts/82_jump_facts.ipynb #eb97cd79
+RunFacts = dict[str, tuple[float, int | None]]  # name -> value, and the step at which it was measured
+
+
+class Steps:
+    "The series of a record, one value a step; NaN where one is not recorded."
+
+    def __init__(
+        self,
+        run: xr.DataTree,  # a record with updates
+    ):
+        self.run, self.scalars = run, scalars_of(run)
+        updates = group_of(run, "updates")
+        self.step = pd.unique(pd.Series([] if updates is None else updates.step.values))
+        self.loss = self.scalar(loss_name(run) or "")
+        self.lr = self.scalar("lr")
+        self.scale = self.scalar("loss_scale")
+        self.skipped = self.scalar("skipped")
+        self.is_finite = np.isfinite(self.scalar("grad_norm"))
+        self.update = _total(self.table("updates", "update_norm"), self.is_finite)
+        self.grad = _total(self.table("gradients", "grad_norm"), self.is_finite)
+
+    def scalar(
+        self,
+        name: str,  # of a series of the log
+    ) -> np.ndarray:  # (step,), NaN where it was not logged
+        "A series of the log at these steps."
+        if name not in self.scalars.data_vars:
+            return np.full(len(self.step), np.nan)
+        values = pd.Series(self.scalars[name].values.astype(float), index=self.scalars.step.values)
+        return values[~values.index.duplicated(keep="last")].reindex(self.step).to_numpy()
+
+    def table(
+        self,
+        group: str,  # name of a group
+        variable: str,  # name of its variable
+    ) -> xr.DataArray | None:  # (step, module or param), None where it was not recorded
+        "A variable of every module or parameter at these steps."
+        data = group_of(self.run, group, variable)
+        if data is None:
+            return None
+        is_last = ~pd.Index(data.step.values).duplicated(keep="last")
+        label = next(str(dim) for dim in data[variable].dims if dim != "step")
+        values = data[variable].isel(step=np.flatnonzero(is_last)).reindex(step=self.step)
+        return values.transpose("step", label).astype(float)
+
+# %% ../../../nbs/api/detect/facts/82_jump_facts.ipynb #3a95c8a6
+def _total(table: xr.DataArray | None, is_finite: np.ndarray) -> np.ndarray:
+    "The L2 norm over all parameters, in finite steps over those that have a gradient."
+    if table is None:
+        return np.empty(0)
+    squares = np.square(table.values)
+    # NaN stands for no gradient, too, which leaves the norm of all gradients finite
+    is_none = np.isnan(squares) & is_finite[:, None] & ~np.isnan(squares).all(axis=1, keepdims=True)
+    return np.sqrt(np.where(is_none, 0.0, squares).sum(axis=1))
+
+
+def output_count(
+    run: xr.DataTree,  # a record
+) -> int:
+    "The number of outputs of the last matrix; 0 where it is not known."
+    shapes = [shape for shape in run.attrs.get("shapes", {}).values() if len(shape) == 2]
+    return int(shapes[-1][0]) if shapes else 0
+
+# %% ../../../nbs/api/detect/facts/82_jump_facts.ipynb #649b19de
+def values_before(
+    values: np.ndarray,  # (n,) of a series
+    at: int,  # index
+) -> np.ndarray:  # at most twenty
+    "The finite values of the short window before an index."
+    window = values[max(0, at - limit("short_records")) : at]
+    return window[np.isfinite(window)]
+
+
+def loss_bound(
+    loss: np.ndarray,  # (n,) of a loss
+    at: int,  # index
+) -> float:  # inf where too few values stand before it
+    "What the loss would not pass at an index by its noise."
+    before = values_before(loss, at)
+    if len(before) < limit("few_records"):
+        return np.inf
+    level = float(np.median(before))
+    noise = 1.4826 * float(np.median(np.abs(before - level)))
+    return level + max(limit("spike_sigma") * noise, limit("minor_share") * abs(level))
+
+
+def loss_event(
+    loss: np.ndarray,  # (n,) of a loss, NaN where it is none
+) -> int | None:  # index; None where it never left
+    "Where the loss first jumped above its level, or stopped being a number after it had come back."
+    for at in range(1, len(loss)):
+        bound = loss_bound(loss, at)
+        if np.isfinite(bound) and not loss[at] <= bound:
+            lost = _lost_at(loss)
+            is_later = at + limit("short_records") < lost < len(loss)
+            return lost if is_later and np.median(values_before(loss, lost)) <= bound else at
+    return None
+
+
+def _lost_at(loss: np.ndarray) -> int:
+    "From where on no value is finite; their number where the last one is."
+    finite = np.flatnonzero(np.isfinite(loss))
+    return int(finite[-1]) + 1 if len(finite) else 0
 
 # %% ../../../nbs/api/detect/facts/82_jump_facts.ipynb #a0d5e75c
 _GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one half of the zoo

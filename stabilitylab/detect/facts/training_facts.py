@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .record_steps import RunFacts, Steps, output_count
+from .jump_facts import RunFacts, Steps, output_count
 from ..limits import limit
 from ...run.curves import group_of
 

@@ -12,7 +12,7 @@ import xarray as xr
 from ..findings import Finding
 from ..limits import count_limit, limit
 from .divergence import smoothed_shape
-from .objective import objective_type
+from .evaluations import objective_type
 from .spikes import Spike, spike_events
 from .trend import flat_since
 from ..restarts import longest_run

@@ -16,7 +16,7 @@ import xarray as xr
 from ..findings import Finding
 from ..limits import count_limit, limit
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
-from .objective import objective_type
+from .evaluations import objective_type
 from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval

@@ -40,6 +40,15 @@ def tile_kernel(
     double = ("-DDOUBLE",) if dtype == torch.float64 else ()
     return load_kernel("attention_tile", {"attention_tile": "p"}, (*STRICT_MATH_OFF, *double), openmp=True)
 
+
+def _rows_and_strides(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, list[int]]:
+    "A mask with rows that lie together, and its strides over sequences, heads and rows."
+    if mask is None:
+        return None, [0, 0, 0]
+    mask = mask if mask.stride(-1) == 1 or mask.shape[-1] == 1 else mask.contiguous()
+    # a stride of 0 reads the one entry of a dim again for every head or row
+    return mask, [mask.stride(axis) * (mask.shape[axis] > 1) for axis in range(3)]
+
 # %% ../../../nbs/api/probe/attention/19_kernel.ipynb #5c8da571
 class TileSums:
     "Adds tiles to sums on the CPU."
@@ -77,11 +86,8 @@ class TileSums:
         batch, head, row, key = start
         offset, left, right = order
         addresses = self._addresses(batch, head, row, key)
-        addresses["had"], strides = addresses.pop("visible_to"), [0, 0, 0]
-        if mask is not None:
-            mask = mask if mask.stride(-1) == 1 or mask.shape[-1] == 1 else mask.contiguous()
-            # a stride of 0 reads the one entry of a dim again for every head or row
-            strides = [mask.stride(axis) * (mask.shape[axis] > 1) for axis in range(3)]
+        addresses["had"] = addresses.pop("visible_to")
+        mask, strides = _rows_and_strides(mask)
         tile = Tile(
             s=s.data_ptr(),
             raw=raw.data_ptr(),

@@ -20,8 +20,8 @@ from .heads import modes
 from .layers import OutputInformation, layer_readings, output_information
 from .watch import AttentionWatch, Caught, call_model, eager_model, preserve_state
 from ..guard import Guard, Watch
-from ...run.heads import HEAD_VARIABLES, LAYER_VARIABLES, head_rows
 from ...run.record import new_run
+from ...run.shards import HEAD_VARIABLES, LAYER_VARIABLES, head_rows
 
 # %% ../../../nbs/api/probe/attention/26_report.ipynb #255d7049
 def _of_head(caught: Caught) -> dict[str, np.ndarray]:

@@ -170,3 +170,123 @@ def running_mean_starts(
     early, late, jump = np.array(shapes).T
     share = min(np.mean(early >= _EARLY_TO_LATE * late), np.mean(jump >= _JUMP_TO_LATE * late))
     return starts if share >= _MIN_SHARE else None
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #37c09e33
+_NAME_RANK = {"global": 0, "step": 1, "iteration": 2, "iter": 2, "update": 3, "timestep": 4, "batch": 5}
+_PARTS = {"critic", "actor", "discriminator", "generator", "disc", "gen"}
+_TIME_UNITS = ("s", "ms", "us", "sec", "secs", "min", "h")  # of `Step: 75ms`, a duration
+
+
+def is_count(
+    value: np.ndarray,  # (line,) numbers of a column
+) -> bool:
+    "Whether all numbers are whole, not negative, and small enough to be exact in float64."
+    if len(value) == 1:  # of free text most columns
+        number = float(value[0])
+        return number.is_integer() and 0 <= number < 2**53
+    is_whole = value == np.floor(value)  # never of a NaN
+    return bool((is_whole & (value >= 0) & (value < 2**53)).all())
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #f984e6d5
+def _name_rank(slot: Slot) -> int:
+    "How well the name of a count fits the step of the run; the lower the better."
+    words = split_words(slot.name)
+    of_a_part = 10 * (not _PARTS.isdisjoint(words))  # `Critic_Steps` beside `Iteration`
+    joined = " ".join(words)
+    return of_a_part + min((rank for word, rank in _NAME_RANK.items() if word in joined), default=3)
+
+
+def _unnamed_count(values: list[Slot], epoch: Slot | None) -> Slot | None:
+    "A number without a name that counts: the one after the epoch, or the first of a line if it increases."
+    unnamed = {slot.position: slot for slot in values if not slot.name and not slot.unit}
+    if epoch is not None:
+        after = unnamed.get(epoch.position + 1)
+        return after if after is not None and len(np.unique(after.value)) > 1 else None
+    first = unnamed.get(0)
+    is_rising = first is not None and len(first.value) > 2 and (np.diff(first.value) > 0).mean() > 0.9
+    return first if is_rising else None
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #574ca8da
+def _restarts_low(count: np.ndarray) -> bool:
+    "Whether a count falls to its beginning where it falls; `7671/50000` right answers only fluctuate."
+    falls = np.flatnonzero(np.diff(count) < 0)
+    return len(falls) == 0 or float((count[falls + 1] <= 0.5 * count[falls]).mean()) >= 0.5
+
+
+def is_complete(
+    table: LineTable,  # of lines that are alike
+    slot: Slot,  # one of its numbers
+) -> bool:
+    "Whether a progress bar is printed only when it is full, so that it counts nothing."
+    total = table.totals(slot)
+    return total is not None and bool((slot.value == total).all())
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #510afe6e
+def _may_count(slot: Slot, chosen: str | None) -> bool:
+    "Whether a number may be the step by its name: by the one that a user asked for, where there is one."
+    if chosen:
+        return slot.name.lower() == chosen.lower()
+    return not slot.name or slot.has_total or meaning(slot.name) == "step"
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #2db586b8
+def step_slot(
+    table: LineTable,  # of lines that are alike
+    epoch: Slot | None,  # the number that counts its epochs
+    chosen: str | None,  # name of the count that a user asked for; None: detected
+) -> Slot | None:  # None where none does
+    "The number that counts steps in the lines of a table."
+    values = [slot for slot in table.slots if slot.kind == "value" and _may_count(slot, chosen)]
+    values = [slot for slot in values if is_count(slot.value)]
+    if chosen:
+        return next(iter(values), None)
+    # `batch 3 | global step 120 | loss 2.5`: both count, and the name says which counts the run
+    named = [s for s in values if meaning(s.name) == "step" and s.unit not in _TIME_UNITS]
+    if named:
+        return min(named, key=lambda slot: (_name_rank(slot), slot.position))
+    # `Epoch 2: 37%|###7 | 174/469 [00:10<00:17, loss=0.21]`: of several bars the one that moves most
+    candidates = (slot for slot in values if slot.has_total and slot is not epoch and not slot.is_metric)
+    bars = [slot for slot in candidates if _restarts_low(slot.value)]
+    complete = next((slot for slot in bars if is_complete(table, slot)), None)
+    if bars and complete is None:
+        return max(bars, key=lambda slot: np.count_nonzero(np.diff(slot.value)))
+    return complete or _unnamed_count(values, epoch)  # `(epoch 3) 1200: 2.31`
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #f0e2529e
+def epoch_slot(
+    table: LineTable,  # of lines that are alike
+) -> Slot | None:  # None where none does
+    "The number that counts epochs in the lines of a table."
+    named = (slot for slot in table.slots if slot.kind == "value" and meaning(slot.name) == "epoch")
+    return next((slot for slot in named if np.isfinite(slot.value).all()), None)
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #b60ef792
+def _two_bars(table: LineTable) -> tuple[Slot, Slot] | None:
+    "The two counts without a name of lines such as `003/200: 50%|###  | 2/4 [`; None for all others."
+    bars = [slot for slot in table.slots if slot.kind == "value" and slot.has_total and not slot.name]
+    return (bars[0], bars[1]) if len(bars) == 2 and (bars[0].value >= 1).all() else None
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #66a78f48
+def outer_total(
+    table: LineTable,  # of lines that are alike
+) -> float | None:  # None where there are not two, or the first moves in another way
+    "`N` of the first of two bars, where it moves only as the second starts over."
+    bars = _two_bars(table)
+    total = None if bars is None else table.totals(bars[0])
+    if bars is None or total is None or (total != total[0]).any():
+        return None
+    outer, inner = np.diff(bars[0].value), np.diff(bars[1].value)
+    has_moved = outer != 0
+    # to the next, or to the first of a new run
+    goes_on = (outer == 1) | (has_moved & (bars[0].value[1:] == 1))
+    is_outer = has_moved.any() and goes_on[has_moved].all() and (inner[has_moved] <= 0).all()
+    return float(total[0]) if is_outer else None
+
+# %% ../../../nbs/api/read/freetext/05_roles.ipynb #0359061b
+def outer_bar(
+    table: LineTable,  # of lines that are alike
+    totals: set[float | None],  # what `outer_total` says of the log's tables
+) -> Slot | None:
+    "The first of two bars, where bars of that many epochs are in the log."
+    bars = _two_bars(table)
+    total = None if bars is None else table.totals(bars[0])
+    return bars[0] if bars is not None and total is not None and set(total) <= totals else None

@@ -13,7 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from stabilitylab.read.freetext.counts import (
+from .lines import LineTable, Slot, unit_factor
+from stabilitylab.read.freetext.roles import (
     epoch_slot,
     is_complete,
     is_count,
@@ -21,7 +22,6 @@ from stabilitylab.read.freetext.counts import (
     outer_total,
     step_slot,
 )
-from .lines import LineTable, Slot, unit_factor
 from .words import meaning, split_words
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #00c36e3c
