@@ -365,7 +365,7 @@ def test_a_perplexity_is_not_called_the_loss(tmp_path):
     findings = diagnose(sl.read_log(tmp_path / "train.log"))
     words = [f.explanation for f in findings]
     assert words and not any("loss" in sentence for sentence in words)
-    assert "The perplexity jumped from" in words[0]
+    assert "The perplexity jumped at step 200, from" in words[0]
     broken = Findings([Finding("non_finite", "error", 9, evidence={"stays": True}, series="perplexity")])
     assert most_likely(Findings(list(broken), {"loss": "perplexity"})).cause.startswith(
         "The perplexity became"
