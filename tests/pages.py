@@ -88,7 +88,7 @@ SLOWEST = (  # more than four seconds each; they begin first, so that the worker
     "nbs/api/replay/14_setup_check.ipynb",
     "nbs/api/workbench/14_view_accumulation.ipynb",
     "nbs/api/replay/15_setup_file.ipynb",
-    "nbs/api/workbench/17_view_environment.ipynb",
+    "nbs/api/workbench/18_view_report.ipynb",
     "nbs/api/probe/08_hf.ipynb",
     "nbs/explain/attention_sinks.ipynb",
     "nbs/api/replay/02_snapshot.ipynb",

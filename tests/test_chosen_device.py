@@ -262,21 +262,22 @@ def test_a_device_that_is_not_here_is_refused(capsys):
 def test_code_that_names_the_gpu_of_the_run_is_replayed_on_a_cpu(tmp_path):
     "As in a loop that moves its batch after `recorder.batch`, with tensors and an autocast of its own."
     path, width = tmp_path / "run", 4
+    gpu = "xpu" if torch.cuda.is_available() else "cuda"  # one that this machine has not
 
     def built():
-        return torch.nn.Linear(width, 1, device="cuda").to(torch.device("cuda:0")).cuda()
+        return getattr(torch.nn.Linear(width, 1, device=gpu).to(torch.device(f"{gpu}:0")), gpu)()
 
     def loss(model, batch):
-        x = batch.pin_memory().cuda(non_blocking=True).to("cuda:0", torch.float32)
-        weights = torch.tensor([1.0, 2.0], device="cuda").to(device=torch.device("cuda"))
-        with torch.autocast("cuda", torch.bfloat16):
+        x = getattr(batch.pin_memory(), gpu)(non_blocking=True).to(f"{gpu}:0", torch.float32)
+        weights = torch.tensor([1.0, 2.0], device=gpu).to(device=torch.device(gpu))
+        with torch.autocast(gpu, torch.bfloat16):
             out = model(x)
         return (out.float().square().mean(1) * weights).mean()
 
     def optimizer(model):
         return torch.optim.AdamW(model.parameters())
 
-    setup = Setup(built, loss, optimizer, recorded_on="cuda")
+    setup = Setup(built, loss, optimizer, recorded_on=gpu)
     torch.manual_seed(0)
     model = setup.new_model()
     trained = optimizer(model)
@@ -289,7 +290,7 @@ def test_code_that_names_the_gpu_of_the_run_is_replayed_on_a_cpu(tmp_path):
             recorder.step(value)
     assert check_setup(path, 3, setup).is_exact
     before = torch.autocast.__init__
-    with pytest.raises((AssertionError, RuntimeError)), on_other_device("cuda", "cpu"):
+    with pytest.raises((AssertionError, RuntimeError)), on_other_device(gpu, "cpu"):
         torch.zeros(2, device="mps")
     assert torch.autocast.__init__ is before
     with pytest.raises((AssertionError, RuntimeError)):  # a device of another kind is no business of a replay

@@ -5,10 +5,12 @@ import ast
 import enum
 import functools
 import importlib
+import re
 import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -792,3 +794,28 @@ def test_a_program_that_extends_its_path_is_imported_again(tmp_path):
     shared.unlink()
     refused = command("replay", tmp_path / "run", "--no-swap")
     assert refused.returncode == 2 and "No module named 'shared_by_scripts'" in refused.stderr
+
+
+OF_DRAFTS = {  # what `replay_setup.py` of a record imports: records of earlier versions have it too
+    "stabilitylab.probe.draft.loop_values": ("give_vectors", "kept_values", "restored"),
+    "stabilitylab.probe.draft.model_parts": ("assembled",),
+    "stabilitylab.probe.draft.setup_template": ("own_loss",),
+    "stabilitylab.replay.script": ("clip_scaled", "definitions", "mixed", "stand_in", "weights_in"),
+    "stabilitylab.replay.trainer": ("kept_model", "trainer_like", "trainer_loss"),
+}
+
+
+@pytest.mark.parametrize("module", OF_DRAFTS)
+def test_what_drafts_of_earlier_records_import_stays_where_it_was(module):
+    assert all(callable(getattr(importlib.import_module(module), name)) for name in OF_DRAFTS[module])
+
+
+def test_a_draft_imports_nothing_else_of_this_package():
+    texts = [
+        file.read_text()
+        for file in Path(loop_code.__file__).parent.glob("*.*")
+        if file.suffix in (".py", ".txt")
+    ]
+    written = re.findall(r'(?:"|^)from (stabilitylab\.[a-z_.]+) import', "\n".join(texts), re.MULTILINE)
+    quoted = {module for module in written if f'"from {module} import' in "".join(texts)}
+    assert quoted <= set(OF_DRAFTS) and "stabilitylab.replay.trainer" in quoted

@@ -25,8 +25,9 @@ from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
-from stabilitylab.replay.setup_file import todo_lines, trainer_like
+from stabilitylab.replay.setup_file import todo_lines
 from stabilitylab.replay.state import Setup
+from stabilitylab.replay.trainer import trainer_like
 from stabilitylab.trial import start
 from tests.programs import PROGRAMS
 

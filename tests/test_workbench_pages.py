@@ -25,18 +25,17 @@ from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.recording import BoxIndex
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import open_state, run_action
-from stabilitylab.workbench.tabs import Workbench, views_without_data
+from stabilitylab.workbench.tabs import Workbench, views, views_without_data
 from stabilitylab.workbench.view_attention import AttentionView
 from stabilitylab.workbench.view_environment import (
     EnvironmentView,
-    ReportView,
     between_runs,
     command_words,
-    report_files,
 )
 from stabilitylab.workbench.view_fixlab import FixLabView
 from stabilitylab.workbench.view_overview import Overview
 from stabilitylab.workbench.view_replay import ReplayView
+from stabilitylab.workbench.view_report import ReportView, report_files
 from stabilitylab.workbench.view_rounding import RoundingState
 
 STEPS = np.arange(60)
@@ -296,3 +295,9 @@ def test_replay_and_precision_begin_at_the_step_that_the_command_replays():
     assert look.step == 7
     state = open_state(str(sample()))[0]
     assert ReplayView(state).look.step == suspect_step(sample())
+
+
+@pytest.mark.parametrize("view", views(), ids=lambda view: view.name)
+def test_every_tab_has_its_view(view):
+    "A view that cannot be built is shown as an error in its tab, which no other test would see."
+    view.build(open_state(sample())[0])

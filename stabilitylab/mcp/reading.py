@@ -19,7 +19,8 @@ from ..checkpoint.scan import scan_checkpoint
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..investigation.opening import open_recordings
-from .trial_job import TrialJob, allowed_path, answer
+from .answers import allowed_path, answer
+from .trial_job import TrialJob
 from ..names.errors import bad_input
 from ..numerics.pytree import LOOP, batch_alone, loop_tensors, parts_of
 from ..replay.snapshot import load_batch

@@ -6,8 +6,9 @@
 __all__ = ['Tools']
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #b6b73c5f
+from .answers import allowed_path, answer, only
 from .reading import ReadingTools, Runs
-from .trial_job import TrialJob, allowed_path, answer, only
+from .trial_job import TrialJob
 from ..names.errors import InputError, bad_input
 from ..trial.arm import arm_of
 

@@ -75,6 +75,7 @@ def arithmetic() -> dict:  # flag -> JSON value
     flags: dict = {
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn_enabled": cudnn.enabled,
         "cudnn_deterministic": cudnn.deterministic,
         "cudnn_benchmark": cudnn.benchmark,
@@ -104,8 +105,9 @@ def set_arithmetic(
     change = {name: value for name, value in flags.items() if value is not None and value != now.get(name)}
     if "threads" in change:
         torch.set_num_threads(change["threads"])
-    if "deterministic" in change:  # a replay goes on where an operation has no such algorithm
-        torch.use_deterministic_algorithms(change["deterministic"], warn_only=change["deterministic"])
+    if {"deterministic", "deterministic_warn_only"} & change.keys():
+        is_on, only_warns = ((now | change)[name] for name in ("deterministic", "deterministic_warn_only"))
+        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
     for name in ("enabled", "deterministic", "benchmark"):
         if f"cudnn_{name}" in change:
             setattr(cudnn, name, change[f"cudnn_{name}"])

@@ -16,8 +16,9 @@ from torch import nn
 
 from ..names.encode import plain
 from ..probe.blackbox import checksums, rng_state, set_rng_state
-from .device import files_at, kind_of, recorded_device
+from .device import kind_of, recorded_device
 from .faults import FAULTS, HARMLESS, fault_of
+from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
     EQUAL,
@@ -225,11 +226,11 @@ _COMPILED = "torch.compile"  # what differs between a compiled run and its repla
 def _rounded(facts: StepFacts) -> tuple[str, dict]:
     "The words of differences that rounding makes: small still, or magnified."
     changed = {"changed": ", ".join(facts.changed)}
-    if facts.changed:
-        changed["sums"] = f"another processor or library ({changed['changed']}) sums in another order"
     if _COMPILED in facts.changed:
         changed["sums"] = "the run was compiled, and compiled code rounds otherwise than this replay"
-    if not facts.changed:
+    elif facts.changed:
+        changed["sums"] = f"another processor or library ({changed['changed']}) sums in another order"
+    else:
         apart = max(map(_apart, facts.way.steps))
         changed["sums"] = f"the numbers are {apart:.1g} of their size away, as sums in another order are"
     if _apart(facts.way.steps[-1]) <= DRIFT:

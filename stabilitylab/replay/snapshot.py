@@ -24,7 +24,7 @@ from stabilitylab.probe.blackbox import (
     set_rng_state,
 )
 from ..probe.settings import as_list
-from stabilitylab.replay.device import (
+from stabilitylab.replay.ranks import (
     files_at,
     in_turn,
     is_sharded,

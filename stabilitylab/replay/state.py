@@ -238,7 +238,7 @@ class Snapshot:
     rng: dict | None = None  # random states from `probe.blackbox.rng_state`
     step: int = 0  # optimizer step that comes next
     name: str = ""  # name in tables
-    # flags of PyTorch at the start of the run, as `arithmetic` names them; absent ones stay unchanged
+    # environment at the start of the run, whose flags of PyTorch a replay takes; absent ones stay unchanged
     arithmetic: dict = field(default_factory=dict)
     # module -> attribute -> value of plain attributes that training changed, such as a counter
     attributes: dict = field(default_factory=dict)
@@ -290,7 +290,8 @@ def recorded_arithmetic(
 ) -> Iterator[None]:  # within which PyTorch adds and multiplies as there
     "Take as many CPU threads and the flags of PyTorch that the run had; those of before come back."
     before = arithmetic()
-    set_arithmetic(start.arithmetic)
+    # a replay goes on where an operation has no deterministic algorithm
+    set_arithmetic(start.arithmetic | {"deterministic_warn_only": True})
     try:
         yield
     finally:

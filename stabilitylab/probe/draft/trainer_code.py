@@ -168,7 +168,7 @@ def trainer_code(
     lines += [")", "return trainer_loss(trainer, batch)"]
     helpers = "trainer_like, trainer_loss" + (", kept_model" if modules else "")
     items = batch.get("num_items_in_batch") if hasattr(batch, "get") else None
-    imports = [f"from stabilitylab.replay.setup_file import {helpers}"]
+    imports = [f"from stabilitylab.replay.trainer import {helpers}"]
     return TrainerCode(lines, imports, "sum" if is_scaled(trainer, items) else "mean", modules)
 
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #05e4a228
