@@ -19,6 +19,7 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.names.glossary import FINDING_KINDS
 from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
 from stabilitylab.plot.heads import head_map, head_picture
+from stabilitylab.probe.environment import environment
 from stabilitylab.replay.snapshot import replayable_steps
 from stabilitylab.run.job import JobState
 from stabilitylab.run.record import new_run, save_run
@@ -29,6 +30,7 @@ from stabilitylab.workbench.tabs import Workbench, views, views_without_data
 from stabilitylab.workbench.view_attention import AttentionView
 from stabilitylab.workbench.view_environment import (
     EnvironmentView,
+    _differing_rows,
     between_runs,
     command_words,
 )
@@ -301,3 +303,13 @@ def test_replay_and_precision_begin_at_the_step_that_the_command_replays():
 def test_every_tab_has_its_view(view):
     "A view that cannot be built is shown as an error in its tab, which no other test would see."
     view.build(open_state(sample())[0])
+
+
+def test_a_flag_that_was_not_recorded_is_not_said_to_differ():
+    here = environment()
+    older = {
+        name: value for name, value in here.items() if name not in ("cudnn_tf32", "deterministic_warn_only")
+    }
+    assert not _differing_rows(older, here)
+    changed = older | {"deterministic": not here["deterministic"], "device": ["a GPU"]}
+    assert {name for name, *_ in _differing_rows(changed, here)} == {"deterministic", "device"}

@@ -13,7 +13,7 @@ from importlib.resources import files
 
 import xarray as xr
 
-from ..probe.environment import environment, environment_change
+from ..probe.environment import arithmetic, environment, environment_change
 from ..replay.step_facts import changed_place, recorded_changes
 from ..report.render import render
 from ..run.curves import group_of
@@ -129,8 +129,10 @@ def _differing_rows(
     after: dict,  # of `environment`
 ) -> list[tuple[str, str, str]]:  # (setting, before, after)
     "In what two environments differ, apart from how the program was started."
+    # PyTorch has a value for each of these in every run, so one that was not recorded may be the same
+    left_out = {*_NOT_COMPARED, *(arithmetic().keys() - before.keys())}
     changed = environment_change(before, after)
-    compared = [(key, pair) for key, pair in changed.items() if key not in _NOT_COMPARED]
+    compared = [(key, pair) for key, pair in changed.items() if key not in left_out]
     return [(key, _words(old, key), _words(new, key)) for key, (old, new) in compared]
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #e47bac56
