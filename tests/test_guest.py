@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import os
@@ -405,6 +406,20 @@ def test_a_model_that_was_compiled_before_keeps_its_graph_and_its_parameters_are
     run = open_run(tmp_path / "r")
     assert abs(float(run["scalars"].grad_norm[0]) / want - 1) < 1e-5 and "activations" not in run.children
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_compiled_model_that_was_let_go_does_not_cost_the_activations(tmp_path):
+    model, optimizer = fresh()
+    gc.disable()
+    try:
+        compiled = torch.compile(model, backend="aot_eager")
+        vars(compiled)["itself"] = [compiled]  # as Dynamo's own references: only the collector can free it
+        del compiled
+        with guest(model, optimizer, tmp_path / "r") as recorder:
+            loop(model, optimizer, recorder)
+    finally:
+        gc.enable()
+    assert open_run(tmp_path / "r")["activations"].rms.notnull().all()
 
 
 def test_reading_a_parametrized_weight_does_not_advance_it(tmp_path):

@@ -143,10 +143,17 @@ def compiled_from(
     model: torch.nn.Module,  # a model as its class made it
 ) -> Any:
     "What `torch.compile` made of a model and the program still holds; the model itself where there is none."
+    if _compiled_models(model):
+        gc.collect()  # one that the program has let go stands in a cycle until then
+    return next(iter(_compiled_models(model)), model)
+
+
+def _compiled_models(model: torch.nn.Module) -> list:
+    "What `torch.compile` made of a model, used or let go."
     # the module of Dynamo is loaded by the first call of `torch.compile`
     compiled_class = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     compiled = [each for each in gc.get_objects() if type(each) is compiled_class] if compiled_class else []
-    return next((each for each in compiled if model_itself(each) is model), model)
+    return [each for each in compiled if model_itself(each) is model]
 
 
 def runs_compiled(
