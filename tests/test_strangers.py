@@ -21,6 +21,7 @@ from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
 from stabilitylab.probe.draft.loop_code import ValueSources
 from stabilitylab.probe.draft.python_source import Draft
+from stabilitylab.probe.draft.running_script import import_folders
 from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
@@ -118,12 +119,13 @@ def test_a_draft_finds_what_the_script_found_by_a_path_of_its_own(tmp_path, monk
     (elsewhere / name / "net.py").write_text(NET)
     if is_package:
         (elsewhere / name / "__init__.py").touch()
+    by_other_tests = dict.fromkeys(import_folders())
     monkeypatch.syspath_prepend(elsewhere)
     model = importlib.import_module(f"{name}.net").Net(6)
     text = setup_source(model, [torch.optim.SGD(model.parameters(), lr=0.1)], torch.zeros(2, 6))
     (line,) = [line for line in text.splitlines() if line.startswith("sys.path[:0] = ")]
     folders = ast.literal_eval(line.removeprefix("sys.path[:0] = "))
-    assert folders[1:] == [str(elsewhere.resolve())]
+    assert folders[1:] == [str(elsewhere.resolve()), *by_other_tests]
     for module in (name, f"{name}.net"):
         del sys.modules[module]
 
