@@ -373,7 +373,7 @@ class ValueSources(_ScriptValues):
         source = None if isinstance(value, types.ModuleType) else self(name, value)
         if source is not None or self.keeper is None or not isinstance(value, nn.Module):
             return source
-        return self.keeper.line_of(f"{owner}_{name}", f"{owner}.{name}", value)
+        return self.keeper.kept_source(f"{owner}_{name}", f"{owner}.{name}", value)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #a095ae75
 _FROM_PARTS = "Put together from its parts: what its class was given could not all be seen."
