@@ -99,6 +99,9 @@ class _Document:
         return LogData(events=[] if is_repeated else [note])
 
 # %% ../../nbs/api/read/10_follow.ipynb #4d1b7a20
+_BEGUN_ANEW = "the log was cut or replaced; it is read again from its start"
+
+
 def _reader_of(path: Path, format: Format) -> _LineTail | _Document:
     "What reads the new records of a log: lines one by one, a document as a whole."
     return _LineTail(path, format.parse) if format.parse else _Document(path, format.read)
@@ -136,8 +139,7 @@ class Follower:
         new = LogData()
         if _has_begun_anew(self._reader, self._file_id, state):
             self._reader, self._parts = None, {}
-            text = "the log was cut or replaced; it is read again from its start"
-            new.events.append(("note", -1, text, time.time()))
+            new.events.append(("note", -1, _BEGUN_ANEW, time.time()))
         self._file_id = state.st_ino
         if self._reader is None:
             self._reader = self._new_reader(state.st_size)
@@ -169,9 +171,8 @@ class Follower:
         samples = {name: concatenate_samples(parts) for name, parts in self._parts.items()}
         source, format = str(self.path), self.format.name if self.format else "unknown"
         data = LogData(samples, list(self.events), skipped)
-        return new_run(
-            to_dataset(data, source, format), {"source": source, "format": format, "skipped": skipped}
-        )
+        attrs = {"source": source, "format": format, "skipped": skipped}
+        return new_run(to_dataset(data, source, format), attrs)
 
 # %% ../../nbs/api/read/10_follow.ipynb #3abee2f4
 def follow(
