@@ -65,6 +65,12 @@ class StepCounter:
         "The steps of one table."
         return None if self.step is None else self.step[np.searchsorted(self.order, table.order)]
 
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #c35e8d08
+def _median(value: np.ndarray) -> float:
+    "The median of values without a NaN; of few of them six times as fast as NumPy's."
+    ordered, half = np.sort(value), len(value) // 2
+    return float(ordered[half] if len(value) % 2 else 0.5 * (ordered[half - 1] + ordered[half]))
+
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #b97ee09d
 def _with_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
     "Steps of the run from the count within an epoch."
@@ -79,12 +85,6 @@ def _with_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None)
         return count, "count"  # it goes on over the epochs
     first = 1.0 if epoch.min() >= 1 else 0.0
     return (epoch - first) * max(size, 1.0) + count, f"count within an epoch + epoch × {size:.0f}"
-
-
-def _median(value: np.ndarray) -> float:
-    "The median of values without a NaN; of few of them six times as fast as NumPy's."
-    ordered, half = np.sort(value), len(value) // 2
-    return float(ordered[half] if len(value) % 2 else 0.5 * (ordered[half - 1] + ordered[half]))
 
 
 def _epochs_from_restarts(count: np.ndarray, total: np.ndarray | None) -> np.ndarray | None:
