@@ -113,7 +113,8 @@ def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, n_samples:
     except Exception as error:  # code that nobody here has read
         setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
         raise InputError(
-            f"the loss of one sample alone fails, though that of the batch does not: {error}"
+            "an entry of the first dimension, taken for a sample, fails alone though the batch does not:"
+            f" {error}"
         ) from error
 
 
