@@ -928,6 +928,43 @@ def test_a_loss_of_pairs_is_not_taken_of_one_sample():
         blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
 
 
+class TimeFirst(torch.nn.Module):
+    "A recurrent classifier whose inputs are (seq, batch), as many older programs have them."
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn = torch.nn.Embedding(9, 6), torch.nn.GRU(6, 5)
+        self.head = torch.nn.Linear(5, 4)
+
+    def forward(self, tokens, hidden=None):
+        return self.head(self.rnn(self.table(tokens), hidden)[0])
+
+
+@pytest.mark.parametrize("kind", ["labels of a sequence", "shifted tokens", "with a state"])
+def test_samples_lie_along_the_second_dimension_where_only_there_they_make_up_the_loss(kind):
+    def loss(model, part):
+        if kind == "labels of a sequence":
+            return torch.nn.functional.cross_entropy(model(part[0])[-1], part[1])
+        if kind == "shifted tokens":
+            logits = model(part[:-1])
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[1:].flatten() % 4)
+        return torch.nn.functional.cross_entropy(model(*part).flatten(0, 1), part[0].flatten() % 4)
+
+    torch.manual_seed(0)
+    setup = Setup(TimeFirst, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    tokens = torch.randint(9, (7, 5))
+    parts = {
+        "labels of a sequence": (tokens, torch.arange(5) % 4),
+        "shifted tokens": tokens,
+        "with a state": (tokens, torch.randn(1, 5, 5)),
+    }
+    state = Snapshot(setup, setup.model().state_dict())
+    table = blame(state, Batch([parts[kind]]))
+    together = float(loss(state.build()[0], parts[kind]).detach())
+    assert len(table) == 5 and table.share.sum() == pytest.approx(1)
+    assert table.attrs["loss"] == pytest.approx(together, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "onset", "step"), [("not_learning", 0, 29), ("not_learning", 9, 9), ("non_finite", 0, 0)]
 )
