@@ -349,17 +349,20 @@ def test_the_context_of_a_run_is_what_its_settings_say():
 
 
 def test_three_steps_as_large_as_the_weights_are_needed():
-    def steps(ratio, count, kinds=("attn.q",) * 4):
+    def steps(ratio, count, kinds=("attn.q",) * 4, shapes=None):
         values = np.full((10, 4), 0.01)
         values[2 : 2 + count] = ratio
         data = xr.Dataset(
             {"update_ratio": (("step", "param"), values, UNITS)},
             {"step": np.arange(10), "param": NAMES, "kind": ("param", list(kinds))},
         )
-        return [f.onset for f in find_large_steps(new_run(updates=data))]
+        attrs = {"shapes": dict(zip(NAMES, shapes, strict=True))} if shapes else {}
+        return [f.onset for f in find_large_steps(new_run(updates=data, attrs=attrs))]
 
     assert steps(0.9, 4) == [2] and steps(0.9, 2) == [] and steps(0.1, 4) == []
     assert steps(0.9, 4, ("attn.q", "embed", "embed", "norm")) == []
+    # biases that begin at zero move by all they have
+    assert steps(0.9, 4, shapes=[[4]] * 4) == [] and steps(0.9, 4, shapes=[[4, 4]] * 4) == [2]
 
 
 def kinds_of(detector, **values):

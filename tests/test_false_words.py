@@ -35,10 +35,12 @@ from stabilitylab.probe.draft.loop_code import LoopCode
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.kinds import module_kinds
 from stabilitylab.replay.blame import blame
+from stabilitylab.replay.setup_check import Check, SetupCheck
 from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
 from stabilitylab.replay.user_code import load_setup
+from stabilitylab.report import content
 from stabilitylab.report.content import replay_command, run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text
 from stabilitylab.run.record import new_run
@@ -547,6 +549,15 @@ def test_a_summed_loss_is_one_of_parts():
     )
 
 
+def test_a_number_within_a_thousandth_is_not_said_to_be_rounding_beside_one_that_differs():
+    rows = [("weight_norm", 27.1, 27.10001, "rounding"), ("update_norm", 0.1, 0.2, "differs")]
+    checks = tuple(Check(name, 1, was, now, state) for name, was, now, state in rows)
+    check = SetupCheck(1, 0, False, False, "model", {}, checks)
+    step = {"run": "run", "step": 1, "loss": 1.0, "recorded_loss": None, "grad_norm": 1.0, "update_norm": 1.0}
+    text = replay_text(step | {"check": check.to_dict()})
+    assert "27.1  within 0.1% (step 1)" in text and "0.2  differs (step 1)" in text
+
+
 def samples_line(rows, **result):
     "What the command prints of samples."
     step = {"run": "run", "step": 1, "loss": 1.0, "recorded_loss": None, "grad_norm": 1.0, "update_norm": 1.0}
@@ -912,9 +923,46 @@ def test_a_loss_of_pairs_is_not_taken_of_one_sample():
     torch.manual_seed(0)
     setup = Setup(lambda: torch.nn.Linear(3, 1), of_pairs, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     with pytest.raises(
-        InputError, match="the loss of one sample alone fails, though that of the batch does not"
+        InputError, match="an entry of the first dimension, taken for a sample, fails alone though the batch"
     ):
         blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
+
+
+class TimeFirst(torch.nn.Module):
+    "A recurrent classifier whose inputs are (seq, batch), as many older programs have them."
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn = torch.nn.Embedding(9, 6), torch.nn.GRU(6, 5)
+        self.head = torch.nn.Linear(5, 4)
+
+    def forward(self, tokens, hidden=None):
+        return self.head(self.rnn(self.table(tokens), hidden)[0])
+
+
+@pytest.mark.parametrize("kind", ["labels of a sequence", "shifted tokens", "with a state"])
+def test_samples_lie_along_the_second_dimension_where_only_there_they_make_up_the_loss(kind):
+    def loss(model, part):
+        if kind == "labels of a sequence":
+            return torch.nn.functional.cross_entropy(model(part[0])[-1], part[1])
+        if kind == "shifted tokens":
+            logits = model(part[:-1])
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[1:].flatten() % 4)
+        return torch.nn.functional.cross_entropy(model(*part).flatten(0, 1), part[0].flatten() % 4)
+
+    torch.manual_seed(0)
+    setup = Setup(TimeFirst, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    tokens = torch.randint(9, (7, 5))
+    parts = {
+        "labels of a sequence": (tokens, torch.arange(5) % 4),
+        "shifted tokens": tokens,
+        "with a state": (tokens, torch.randn(1, 5, 5)),
+    }
+    state = Snapshot(setup, setup.model().state_dict())
+    table = blame(state, Batch([parts[kind]]))
+    together = float(loss(state.build()[0], parts[kind]).detach())
+    assert len(table) == 5 and table.share.sum() == pytest.approx(1)
+    assert table.attrs["loss"] == pytest.approx(together, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -924,6 +972,15 @@ def test_what_holds_from_the_first_step_on_is_replayed_where_others_stand_before
     findings = Findings([Finding(kind, "warning", onset, evidence={})])
     assert step_to_replay(findings, range(30)) == step
     assert step_to_replay(findings, []) == onset
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 5), (2, 2)])
+def test_an_event_is_replayed_rather_than_a_cause_at_the_first_step(first, step, monkeypatch):
+    monkeypatch.setattr(content, "most_likely", lambda findings: SimpleNamespace(step=first))
+    spike, high = Finding("loss_spike", "warning", 5), Finding("lr_too_high", "warning", first)
+    assert step_to_replay(Findings([high, spike]), range(30)) == step
+    assert step_to_replay(Findings([high]), range(30)) == first
+    assert step_to_replay(Findings([high, spike]), []) in (5, 2)
 
 
 @pytest.mark.parametrize("kind", ["throughput_drop", "data_stall", "memory_growth"])

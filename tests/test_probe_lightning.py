@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from stabilitylab import LightningCallback, open_run
 from stabilitylab.cli.main import main
+from stabilitylab.run.curves import SOFTMAX_TWICE, noted_at
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -56,6 +60,7 @@ class Loop:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16-mixed"):
                 outputs = module.training_step(batch, i)
             outputs = {"loss": outputs["loss"] / share}  # as Lightning hands it to callbacks
+            self.callback.on_before_backward(self, module, outputs["loss"])
             outputs["loss"].backward()
             if (i + 1) % share == 0 or i + 1 == len(batches):
                 if self.gradient_clip_val:
@@ -90,14 +95,36 @@ def test_the_draft_replays_the_last_step(tmp_path, capsys, settings):
     assert check["is_exact"] and not check["missing"], check
 
 
+@pytest.mark.filterwarnings("ignore:Recorder")
+@pytest.mark.parametrize("last", [torch.nn.Softmax(-1), torch.nn.Identity()])
+def test_a_loss_of_probabilities_is_noted_before_backward(tmp_path, last):
+    "Lightning and the Trainer hand the loss to `recorder.step` without its graph."
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), last)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = SimpleNamespace(
+        global_step=0, optimizers=[optimizer], precision="32-true", gradient_clip_val=None,
+        precision_plugin=SimpleNamespace(), lightning_module=module, accumulate_grad_batches=1,
+    )  # fmt: skip
+    module.automatic_optimization = True
+    callback = LightningCallback(tmp_path / "run")
+    callback.on_train_start(trainer, module)
+    for step in range(2):
+        loss = torch.nn.functional.cross_entropy(module(torch.randn(6, 3)), torch.arange(6) % 4)
+        callback.on_before_backward(trainer, module, loss)
+        loss.backward()
+        optimizer.step()
+        trainer.global_step = step + 1
+        callback.on_train_batch_end(trainer, module, loss.detach())
+    callback.on_train_end(trainer, module)
+    noted = noted_at(open_run(tmp_path / "run"), SOFTMAX_TWICE)
+    assert (noted is not None) == isinstance(last, torch.nn.Softmax)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_lightning_itself(tmp_path, package):
     pl = pytest.importorskip(package)
-    import torch
     from torch.utils.data import DataLoader, TensorDataset
-
-    from stabilitylab import LightningCallback, open_run
 
     if not issubclass(LightningCallback, pl.Callback):
         pytest.skip("the other package was imported first")

@@ -321,6 +321,8 @@ def test_a_warning_of_a_program_that_is_built_several_times_is_printed_once():
                 warnings.simplefilter("always")
                 for text in ("deprecated", "another"):
                     warnings.warn(text, FutureWarning, stacklevel=1)
+                # what a library warns of was printed when the run trained
+                warnings.warn_explicit("old", FutureWarning, "/lib/site-packages/theirs/unet.py", 7)
     assert [str(each.message) for each in printed] == ["deprecated", "another"]
 
 
@@ -329,7 +331,7 @@ def test_a_trial_that_tries_nothing_names_what_was_found(monkeypatch):
     monkeypatch.setattr(plan, "cause_of", lambda findings, run: None)
     recording = SimpleNamespace(run=run_of([3.0, 2.0]))
     for severity, words in (
-        ("warning", "what was found (dead units): nothing is tried"),
+        ("warning", "What was found (dead units) is no failure of the loss: nothing is tried"),
         ("info", "Nothing"),
     ):
         (note,) = plan.plan_trial(recording, Findings([Finding("dead_units", severity, 5)])).notes

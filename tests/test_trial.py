@@ -240,6 +240,19 @@ def test_losses_capped_on_both_sides_cannot_be_compared():
     assert "near cannot be compared" in words and "+0" not in words and "far does not help: it" not in words
 
 
+def test_losses_capped_on_both_sides_show_no_gain_where_failures_decide_nothing():
+    "It said 'so far +0, +0 to +0; a gain of 0.007 would show; 1 more seed would probably decide'."
+    arms, ends = (
+        [Arm(), Arm(({"name": "fix"},))],
+        {"unchanged": (4.85, 90.0, 90.0), "fix": (4.85, 4.85, 90.0)},
+    )
+    curves = [made(arm, s, noisy(level, s)) for arm in ends for s, level in enumerate(ends[arm])]
+    verdicts = verdicts_of(arms, curves, 4.8)
+    words = trial_words(TrialResult(Start(function="a:b"), 60, verdicts, curves, True))
+    assert verdicts[1].capped == 3 and verdicts[1].diverged < verdicts[0].diverged
+    assert "fix cannot be compared" in words and "would show" not in words and "+0" not in words
+
+
 @pytest.mark.slow  # trains in processes
 def test_a_real_placebo_is_bit_for_bit_the_run_unchanged():
     result = Trial(START, ["placebo"], steps=3, seeds=2).run(progress=False)

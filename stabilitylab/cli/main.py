@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
@@ -101,15 +102,19 @@ def _parsed(
     return args, command
 
 # %% ../../nbs/api/cli/00_main.ipynb #137c6620
+_OWN = Path(import_module("stabilitylab").__path__[0])
+
+
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    "Within it a warning is printed once, however often the program builds its model."
+    "Within it a warning is printed once, and none of a library: the run printed those when it trained."
     printed, show = set(), warnings.showwarning
 
     def _show_new(*warning: Any) -> None:
         "Prints what was not printed before: message, category, file and line."
-        key = tuple(map(str, warning[:4]))
-        if key not in printed:
+        key, file = tuple(map(str, warning[:4])), Path(str(warning[2]))
+        is_library = "site-packages" in file.parts and not file.is_relative_to(_OWN)
+        if key not in printed and not is_library:
             printed.add(key)
             show(*warning)
 

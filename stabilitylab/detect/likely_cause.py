@@ -331,7 +331,7 @@ def _swap_words(findings: Findings) -> tuple[str, ...]:
         return ()
     seconds, step = facts["swap_seconds"]
     why = f"not run: {swap['left_out']}" if swap else f"about {seconds:.0f} s with `--swap`"
-    return (f"whether batch or state made the jump at step {step:,}: the swap test, {why}",)
+    return (f"whether batch or state made the rise of the loss at step {step:,}: the swap test, {why}",)
 
 
 def _swap_command(findings: Findings) -> str:

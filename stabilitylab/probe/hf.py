@@ -19,7 +19,7 @@ from ..names.errors import require
 from .draft.trainer_code import is_own_loss
 from .guard import Watch
 from .hooks import graph_task
-from .recorder import Recorder
+from .recorder import Recorder, look_at_loss
 
 # %% ../../nbs/api/probe/08_hf.ipynb #12b2af00
 try:
@@ -49,7 +49,7 @@ def _watched_loss(compute_loss: Callable, take: Callable[[dict], None]) -> Calla
     return watched_loss
 
 
-def _watched_backward(accelerator: Any, keep: Callable[[torch.Tensor], None]) -> Callable:
+def _watched_backward(accelerator: Any, keep: Callable[[torch.Tensor, int], None]) -> Callable:
     "Accelerate's `backward`; it keeps the loss first."
     backward, count = accelerator.backward, getattr(accelerator, "gradient_accumulation_steps", 1)
 
@@ -61,7 +61,7 @@ def _watched_backward(accelerator: Any, keep: Callable[[torch.Tensor], None]) ->
     ) -> Any:
         "The backward pass."
         if torch.is_tensor(loss):
-            keep(loss.detach() / count)  # accelerate divides by the accumulation inside its own `backward`
+            keep(loss, count)
         return backward(loss, *args, **kwargs)
 
     return watched_backward
@@ -99,9 +99,11 @@ class _TrainingWatch:
         if self.recorder is not None:
             self.recorder.batch(batch)
 
-    def _keep(self, loss: torch.Tensor) -> None:
+    def _keep(self, loss: torch.Tensor, count: int) -> None:
         "Keeps the loss of a micro-batch."
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach() / count)  # accelerate divides so inside its own `backward`
+        if self.recorder is not None:
+            look_at_loss(self.recorder, [loss])
 
     def step_loss(self) -> torch.Tensor | None:  # scalar; None where the model returns the loss
         "The loss of the step that ends."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .draft.loop_setup import value_clip_code
-from .recorder import Recorder
+from .recorder import Recorder, look_at_loss
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
 def _base() -> Any:
@@ -106,6 +106,16 @@ class LightningCallback(_base()):  # type: ignore[misc]
         "Saves a micro-batch."
         if self.recorder is not None:
             self.recorder.batch(batch)
+
+    def on_before_backward(
+        self,
+        trainer: Any,  # not used
+        pl_module: torch.nn.Module,  # not used
+        loss: torch.Tensor,  # of a micro-batch, a scalar with its graph
+    ) -> None:
+        "Looks at what the first loss was given."
+        if self.recorder is not None:
+            look_at_loss(self.recorder, [loss])
 
     def on_train_batch_end(
         self,

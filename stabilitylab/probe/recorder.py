@@ -301,15 +301,24 @@ _NO_BATCH = (
 )
 
 
+def look_at_loss(
+    recorder: Recorder,  # that records
+    values: list,  # of the loop, its loss among them, with a graph
+) -> None:
+    "In the first step it is noted what the loss was given."
+    if recorder.n == recorder.options.first_step:
+        recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, values)
+
+
 def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: FrameType) -> dict[str, Any]:
     "What `step` was given; in the first step it is noted what the loss was given."
     if isinstance(loss, Integral):
         recorder.guard.note(_A_NUMBER)
         loss = None
     values = ({} if loss is None else {"loss": loss}) | scalars
+    loop_values = [*values.values(), *frame.f_locals.values()]
+    look_at_loss(recorder, loop_values)
     if recorder.n == recorder.options.first_step:
-        loop_values = [*values.values(), *frame.f_locals.values()]
-        recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, loop_values)
         recorder.guard.attempt("the networks of the loss", None, _find_reached, recorder, loop_values)
         if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
             recorder.guard.note(COMPILED, aloud=False)

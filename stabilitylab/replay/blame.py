@@ -35,12 +35,14 @@ def _is_array(leaf: Any) -> bool:
     return torch.is_tensor(leaf) or isinstance(leaf, np.ndarray)
 
 
-def _count_samples(part: Any) -> int:
-    "How many samples a micro-batch has: the first dimension that all its tensors share."
+def _count_samples(part: Any, dim: int = 0) -> int:
+    "How many samples a micro-batch has: the size of the dimension that all its tensors share."
     if any(tensor.layout != torch.strided for tensor in tensors_of(batch_alone(part))):
         raise InputError("`batch` holds a sparse tensor, which has no rows to take as samples")
     sizes: set[int] = set()
-    map_leaves(lambda leaf: sizes.update(leaf.shape[:1]) if _is_array(leaf) else None, batch_alone(part))
+    map_leaves(
+        lambda leaf: sizes.update(leaf.shape[: dim + 1][-1:]) if _is_array(leaf) else None, batch_alone(part)
+    )
     if loop_tensors(part):
         raise InputError(
             "the loss also depends on tensors of the loop that are saved with the batch, such as a hidden"
@@ -54,9 +56,10 @@ def _count_samples(part: Any) -> int:
     return sizes.pop()
 
 
-def _sample(part: Any, i: int) -> object:
+def _sample(part: Any, i: int, dim: int = 0) -> object:
     "One sample as a micro-batch."
-    of_sample = partial(map_tensors, lambda t: t[i : i + 1] if t.ndim else t, also=(np.ndarray,))
+    chosen = (slice(None),) * dim + (slice(i, i + 1),)
+    of_sample = partial(map_tensors, lambda t: t[chosen[-t.ndim :]] if t.ndim else t, also=(np.ndarray,))
     return map_batch(of_sample, part)
 
 
@@ -82,6 +85,7 @@ class _Sample:
     tokens: int | None  # that enter the loss; None where nothing says it
     weight: float  # of its gradient in the gradient of the batch
     is_part: bool = False  # whether its loss is a part of that of the batch, not one of its own
+    dim: int = 0  # along which the samples lie
 
 
 def _label_counts(part: object) -> Iterator[list[int]]:
@@ -106,25 +110,21 @@ def _value(setup: Setup, model: torch.nn.Module, part: object) -> float:
         return float(setup.loss(model, part).detach())
 
 
-def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, n_samples: int) -> np.ndarray:
+def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, dim: int) -> np.ndarray:
     "The loss of each sample; raises where the loss is one of several samples together."
+    n_samples = _count_samples(part, dim)
     try:
-        return np.array([_value(setup, model, _sample(part, i)) for i in range(n_samples)])
+        return np.array([_value(setup, model, _sample(part, i, dim)) for i in range(n_samples)])
     except Exception as error:  # code that nobody here has read
         setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
         raise InputError(
-            f"the loss of one sample alone fails, though that of the batch does not: {error}"
+            "an entry of the first dimension, taken for a sample, fails alone though the batch does not:"
+            f" {error}"
         ) from error
 
 
-def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list[int] | None, bool]:
-    "Tokens of each sample in the loss, from the setup or the losses; and whether the losses are added up."
-    if setup.token_loss is not None:
-        return [int(count) for count in _token_losses(setup, model, part)[1].sum(1)], has_items(part)
-    n_samples = _count_samples(part)
-    if n_samples == 1:
-        return None, has_items(part)
-    losses, together = _losses_alone(setup, model, part, n_samples), _value(setup, model, part)
+def _made_of(part: object, losses: np.ndarray, together: float) -> tuple[list[int] | None, bool] | None:
+    "By which tokens the samples weigh, and whether they are added up; None: they do not make up the batch."
     if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
         return None, False  # they weigh the same, whatever their length
     # not every model that is given the number of items divides by it: the losses themselves tell
@@ -132,24 +132,58 @@ def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list
         return None, True
     for counts in _label_counts(part):
         some = np.array(counts) > 0
-        if some.any() and np.isclose(
-            np.average(losses[some], weights=np.array(counts)[some]), together, 1e-5
-        ):
-            return counts, False
-    is_mean_nearer = abs(losses.mean() - together) < abs(losses.sum() - together)
-    return None, has_items(part) and not is_mean_nearer
+        if len(counts) == len(losses) and some.any():
+            mean = np.average(losses[some], weights=np.array(counts)[some])
+            if np.isclose(mean, together, 1e-5):
+                return counts, False
+    return None
+
+
+def _losses_and_dim(
+    setup: Setup, model: torch.nn.Module, part: object, together: float
+) -> tuple[np.ndarray, int]:
+    "The loss of each sample, and the dimension of the samples: the second where only they make up the batch."
+    along: dict[int, np.ndarray] = {}
+    failures: list[InputError] = []
+    for dim in (0, 1):
+        try:
+            along[dim] = _losses_alone(setup, model, part, dim)
+        except InputError as error:
+            failures.append(error)
+            continue
+        if _made_of(part, along[dim], together) is not None:
+            return along[dim], dim
+    if 0 not in along:
+        raise failures[0]
+    return along[0], 0
+
+
+def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list[int] | None, bool, int, int]:
+    "Tokens of each sample in the loss; whether the losses are added up; number of samples and dimension."
+    if setup.token_loss is not None:
+        counts = [int(count) for count in _token_losses(setup, model, part)[1].sum(1)]
+        return counts, has_items(part), len(counts), 0
+    together = _value(setup, model, part)
+    losses, dim = _losses_and_dim(setup, model, part, together)
+    if len(losses) == 1:
+        return None, has_items(part), 1, dim
+    made_of = _made_of(part, losses, together)
+    if made_of is None:
+        is_mean_nearer = abs(losses.mean() - together) < abs(losses.sum() - together)
+        made_of = None, has_items(part) and not is_mean_nearer
+    return *made_of, len(losses), dim
 
 
 def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[_Sample]:
     "Every sample of a batch: within a micro-batch they weigh by their tokens."
     for m, part in enumerate(batch.parts):
-        tokens, is_sum = _tokens_of(setup, model, part)
-        counts = [1] * _count_samples(part) if tokens is None else tokens
+        tokens, is_sum, n_samples, dim = _tokens_of(setup, model, part)
+        counts = [1] * n_samples if tokens is None else tokens
         # a loss that is divided by the tokens of the whole step is one of samples that are added up
         together = 1 if is_sum else max(sum(counts), 1)
         for i, count in enumerate(counts):
             weight = (1 if is_sum else count) / together / setup.divisor(batch.parts)
-            yield _Sample(m, i, None if tokens is None else count, weight, is_sum)
+            yield _Sample(m, i, None if tokens is None else count, weight, is_sum, dim)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #fd554134
 def _gradient(
@@ -162,7 +196,7 @@ def _gradient(
         return float("nan"), torch.zeros(
             sum(p.numel() for p in params), dtype=torch.float64, device=params[0].device
         )
-    loss = setup.loss(model, _sample(batch.parts[sample.microbatch], sample.number))
+    loss = setup.loss(model, _sample(batch.parts[sample.microbatch], sample.number, sample.dim))
     loss.backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     return float(loss.detach()), torch.cat([grad.flatten().double() for grad in grads])
@@ -210,9 +244,9 @@ def _is_same_loss(together: float, step_loss: float | None) -> bool:
     return step_loss is None or bool(np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0))
 
 
-def _draws(setup: Setup, model: torch.nn.Module, batch: Batch) -> bool:
+def _draws(setup: Setup, model: torch.nn.Module, batch: Batch, dim: int) -> bool:
     "Whether a loss is another one when it is taken again: random numbers are drawn in evaluation mode."
-    part = _sample(batch.parts[0], 0)
+    part = _sample(batch.parts[0], 0, dim)
     return _value(setup, model, part) != _value(setup, model, part)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #732f6de6
@@ -258,7 +292,7 @@ def blame(
         )
     table = pd.DataFrame(rows).rename_axis("sample")
     table.attrs |= {"grad_norm": square**0.5, "loss": together, "is_part": is_part}
-    table.attrs["draws"] = _draws(setup, model, batch)
+    table.attrs["draws"] = _draws(setup, model, batch, samples[0].dim)
     return table
 
 # %% ../../nbs/api/replay/06_blame.ipynb #16f95546

@@ -47,7 +47,7 @@ class Check:
     step: int
     recorded: float | str | None  # None if not recorded
     replayed: float | str
-    state: str  # 'equal', 'rounding', 'differs' or 'not recorded'
+    state: str  # 'equal' to 1e-6, 'rounding': apart by at most 0.1 %, 'differs' or 'not recorded'
 
     def to_dict(self) -> dict:
         "The comparison as plain data for JSON."

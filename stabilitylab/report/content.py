@@ -318,7 +318,10 @@ def step_to_replay(
 ) -> int | None:  # None: no finding has a step
     "The step to replay: that of the likely cause, or else of the first loss finding."
     likely, suspect = most_likely(findings), _suspect(findings)
-    if likely is not None and likely.step is not None:
+    # nothing can be compared with the first step: an event of the loss after it tells more
+    first = min(steps, default=0)
+    is_late = suspect is not None and suspect.kind in _EVENTS and (suspect.onset or 0) > first
+    if likely is not None and likely.step is not None and not (is_late and likely.step <= first):
         return likely.step
     if suspect is None:
         return None

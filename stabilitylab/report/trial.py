@@ -294,8 +294,7 @@ _NOTES = {
     "no failure": "The run unchanged counts as failed on no seed within {steps} steps, so the verdicts are on"
     " the final loss. --steps and --step change where a trial looks.",
     "healthy": "Nothing was found that a fix could answer: nothing is tried. --fix NAME tries one.",
-    "no cause": "The loss shows no failure beside what was found ({kinds}): nothing is tried."
-    " --fix NAME tries one.",
+    "no cause": "What was found ({kinds}) is no failure of the loss: nothing is tried. --fix NAME tries one.",
     "unfinished": "The arms so far are in {folder}; the same call with --folder and this name resumes them.",
 }
 

@@ -155,11 +155,11 @@ def _below_failure(failure: Finding | None, lr: Curve | None) -> list[tuple[floa
 
 def _to_usual(excess: float, early: float) -> list[tuple[float, str]]:
     "The factors, with reasons, to a usual rate."
-    words = f"the rate or its steps are {excess:.3g} times the largest usual: it goes to half of that"
+    words = f"the rate or its steps are {excess:.3g} times the largest usual: they go to half of it"
     targets = [(_HALF / excess, words)]
     if early > _LARGEST_STEP:
-        was = f"the first steps were {early:.2g} times the weights"
-        targets.append((_LARGEST_STEP / early, f"{was}: they go to {_LARGEST_STEP:g}, a usual size"))
+        words = f"the first steps go from {early:.2g} to {_LARGEST_STEP:g} times the weights, a usual size"
+        targets.append((_LARGEST_STEP / early, words))
     return targets
 
 

@@ -183,7 +183,7 @@ def _verdict_of(
         return verdict
     level, chances = float(np.mean(base_losses)), basis.chances(arm, before, after)
     label, reason = judge(differences, level, diverged, chances, basis.n_arms)
-    if reason == "loss" and verdict.capped == len(differences):
+    if reason in ("loss", "") and verdict.capped == len(differences) > 1:
         label, reason = "can't tell yet", "capped"
     return replace(
         verdict,

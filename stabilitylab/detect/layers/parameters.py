@@ -306,6 +306,15 @@ def find_without_optimizer(
     return [Finding("no_gradient", "warning", modules=names, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ac2de796
+def _are_matrices(run: xr.DataTree, updates: xr.Dataset) -> list[bool]:
+    "Which parameters are matrices of attention or an MLP; a bias that begins at zero moves by all it has."
+    shapes = run.attrs.get("shapes", {})
+    return [
+        str(kind).startswith(("attn.", "mlp.")) and len(shapes.get(str(name), "ab")) > 1
+        for name, kind in zip(updates.param.values, updates.kind.values, strict=True)
+    ]
+
+
 def find_large_steps(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
@@ -313,7 +322,7 @@ def find_large_steps(
     updates = group_of(run, "updates", "update_ratio")
     if updates is None:
         return []
-    is_matrix = [str(kind).startswith(("attn.", "mlp.")) for kind in updates.kind.values]
+    is_matrix = _are_matrices(run, updates)
     ratio = updates.update_ratio.transpose("step", "param").values[:, is_matrix]
     if ratio.shape[1] < count_limit("median_records"):
         return []
