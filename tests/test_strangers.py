@@ -21,6 +21,8 @@ from stabilitylab.cli.main import main
 from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
 from stabilitylab.probe.draft.loop_code import ValueSources, model_lines
+from stabilitylab.probe.draft.loop_setup import _before_line
+from stabilitylab.probe.draft.loop_source import stored_names
 from stabilitylab.probe.draft.python_source import Draft
 from stabilitylab.probe.draft.running_script import import_folders
 from stabilitylab.probe.draft.setup_template import setup_source
@@ -351,6 +353,14 @@ def test_the_padding_that_a_model_was_built_with_is_kept_where_its_configuration
     assert again.config.pad_token_id == of_tokenizer
     assert again.get_input_embeddings().padding_idx == built_with
     assert sum("padding_idx" in line for line in lines) == (built_with != of_tokenizer)
+
+
+@pytest.mark.parametrize(("line", "names"), [(4, {"loaded"}), (7, {"plain"}), (8, {"loaded", "plain"})])
+def test_what_a_model_is_made_by_leaves_out_the_branch_that_did_not_run(line, names):
+    code = "net = make()\nif path:\n    loaded = net.load(path)\n    fit()\n"
+    code += "else:\n    plain = net\n    fit()\nlater()"
+    before = _before_line(ast.parse(code).body, line)
+    assert set().union(*map(stored_names, before)) == {"net"} | names
 
 
 def test_a_step_of_nan_is_replayed_as_the_step_it_was(tmp_path):

@@ -228,16 +228,14 @@ def dropout_off(
 def padding_rows(
     model: torch.nn.Module,  # the recorded one
 ) -> list[str]:  # lines; [] where its configuration still names the padding that it was built with
-    "Lines that give embeddings their row without a gradient, as a Trainer takes the padding of its tokenizer."
+    "Lines that give embeddings their padding again, as a Trainer takes that of its tokenizer later."
     of_config = getattr(getattr(model, "config", None), "pad_token_id", None)
     if of_config is None or not hasattr(model, "get_input_embeddings"):
         return []
     embeddings = {n: part for n, part in model.named_modules() if isinstance(part, torch.nn.Embedding)}
     first = model.get_input_embeddings()
-    rows = {
-        n: part.padding_idx for n, part in embeddings.items() if part is first or part.padding_idx is not None
-    }
-    changed = {name: row for name, row in rows.items() if row != of_config}
+    padded = {n: part for n, part in embeddings.items() if part is first or part.padding_idx is not None}
+    changed = {name: part.padding_idx for name, part in padded.items() if part.padding_idx != of_config}
     return [
         f"model.get_submodule({name!r}).padding_idx = {row}  # the configuration had another one at first"
         for name, row in changed.items()
