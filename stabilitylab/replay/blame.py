@@ -138,7 +138,7 @@ def _made_of(part: object, losses: np.ndarray, together: float) -> tuple[list[in
                 return counts, False
     return None
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #b4c97a86
 def _losses_and_dim(
     setup: Setup, model: torch.nn.Module, part: object, together: float
 ) -> tuple[np.ndarray, int]:
