@@ -274,6 +274,17 @@ def test_a_loss_that_dipped_before_its_jump_had_learned_another_task():
     assert facts_of(plain, "dip", "low_before", "nonfinite") == [None, None, (0.233, None)]
 
 
+@pytest.mark.parametrize("level", [0.0, -2.0])
+def test_a_loss_around_zero_has_no_ratio_to_its_level(level):
+    data = ordinary()
+    data["scalars"]["loss"][:] = level + 1e-8 * np.sin(np.arange(len(data["scalars"]["loss"])))
+    data["scalars"]["loss"][46] = 3.0
+    if level == 0:
+        data["scalars"]["loss"][31:46] = 0.0
+    assert facts_of(data, "loss_jump", "low_before", "end_over_low") == [None, None, None]
+    assert evidence(record_of(data))["event_step"] == (46, 46)
+
+
 @pytest.mark.parametrize(
     ("group", "name"), [(g, n) for g, v in ordinary().items() for n in v if n not in ("loss", "update_norm")]
 )

@@ -51,6 +51,15 @@ from stabilitylab.trial.start import Start
 from stabilitylab.trial.suggest import _evidence_of, suggest
 from tests.test_detect_decisions import run_of
 
+
+def test_a_loss_around_zero_that_changes_its_sign_is_not_said_to_learn_nothing():
+    rng = np.random.default_rng(0)
+    loss = 1e-8 * rng.standard_normal(250)
+    loss[50::7] = 0.1 * rng.standard_normal(len(loss[50::7]))
+    assert find_not_learning(run_of(loss=loss)) == []
+    assert find_not_learning(run_of(loss=3 + loss)) != []
+
+
 GRADIENTS = [[0.15, 0.26, 0.12], [0.16, 0.29, 0.13], [0.17, 0.30, 0.14], [1.15, 0.64, 1.27]]
 
 

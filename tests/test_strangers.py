@@ -7,19 +7,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from stabilitylab import Recorder, diagnose, open_run, replayable_steps
 from stabilitylab.cli.main import main
 from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
-from stabilitylab.probe.draft.loop_code import ValueSources
+from stabilitylab.probe.draft.loop_code import ValueSources, model_lines
+from stabilitylab.probe.draft.loop_setup import _before_line
+from stabilitylab.probe.draft.loop_source import stored_names
 from stabilitylab.probe.draft.python_source import Draft
 from stabilitylab.probe.draft.running_script import import_folders
 from stabilitylab.probe.draft.setup_template import setup_source
@@ -28,7 +31,7 @@ from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.setup_file import todo_lines
 from stabilitylab.replay.state import Setup
-from stabilitylab.replay.trainer import trainer_like
+from stabilitylab.replay.trainer import trainer_like, trainer_loss
 from stabilitylab.trial import start
 from tests.programs import PROGRAMS
 
@@ -318,6 +321,46 @@ def test_a_trainer_that_writes_its_device_into_its_settings_has_that_of_the_repl
     model = nn.Linear(2, 1)
     trainer = trainer_like(type("T", (), {}), model, {"device": "cuda:3", "beta": 0.1})
     assert trainer.args.device == torch.device("cpu") and trainer.args.beta == 0.1
+
+
+def test_a_trainer_that_opens_the_accelerators_autocast_itself_is_replayed():
+    class Policy:
+        def compute_loss(self, model, inputs):
+            with self.accelerator.autocast():
+                return model(inputs["x"]).sum()
+
+    model = nn.Linear(2, 1)
+    x = torch.ones(3, 2)
+    assert trainer_loss(trainer_like(Policy, model), {"x": x}).equal(model(x).sum())
+
+
+@pytest.mark.parametrize(("built_with", "of_tokenizer"), [(0, 1), (None, 1), (1, 1)])
+def test_the_padding_that_a_model_was_built_with_is_kept_where_its_configuration_changes(
+    built_with, of_tokenizer
+):
+    config = LlamaConfig(
+        vocab_size=7, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4
+    )
+    config.pad_token_id = built_with
+    model = LlamaForCausalLM(config)
+    model.config.pad_token_id = of_tokenizer  # as a Trainer does when it begins
+    draft = Draft()
+    lines, _ = model_lines(draft, model, None)
+    names = {}
+    exec("\n".join(sorted(draft.imports)), names)
+    exec("def make():\n" + indent("\n".join(lines), "    "), names)
+    again = names["make"]()
+    assert again.config.pad_token_id == of_tokenizer
+    assert again.get_input_embeddings().padding_idx == built_with
+    assert sum("padding_idx" in line for line in lines) == (built_with != of_tokenizer)
+
+
+@pytest.mark.parametrize(("line", "names"), [(4, {"loaded"}), (7, {"plain"}), (8, {"loaded", "plain"})])
+def test_what_a_model_is_made_by_leaves_out_the_branch_that_did_not_run(line, names):
+    code = "net = make()\nif path:\n    loaded = net.load(path)\n    fit()\n"
+    code += "else:\n    plain = net\n    fit()\nlater()"
+    before = _before_line(ast.parse(code).body, line)
+    assert set().union(*map(stored_names, before)) == {"net"} | names
 
 
 def test_a_step_of_nan_is_replayed_as_the_step_it_was(tmp_path):

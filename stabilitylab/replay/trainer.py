@@ -6,6 +6,7 @@
 __all__ = ['trainer_like', 'trainer_loss', 'kept_model']
 
 # %% ../../nbs/api/replay/09_trainer.ipynb #af6b60b4
+import contextlib
 import inspect
 import types
 from collections.abc import Callable
@@ -29,6 +30,11 @@ class _Alone:
 
     def __init__(self, device: torch.device):
         self.device = device
+
+    @staticmethod
+    def autocast(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
+        "The model of a draft brings its own format."
+        return contextlib.nullcontext()
 
     @staticmethod
     def _same(value: Any, *args: Any, **kwargs: Any) -> Any:

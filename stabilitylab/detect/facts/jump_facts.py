@@ -164,7 +164,9 @@ def jump_facts(
     level = float(np.median(values_before(loss, at)))
     with np.errstate(all="ignore"):
         per_rate = steps.update / steps.lr
-    facts: RunFacts = {"loss_jump": (loss[at] / level if np.isfinite(loss[at]) else np.inf, step[at])}
+    facts: RunFacts = {}
+    if level > 0 or not np.isfinite(loss[at]):  # a loss around zero or below it has no ratio
+        facts["loss_jump"] = (loss[at] / level if np.isfinite(loss[at]) else np.inf, step[at])
     facts["event_step"] = (float(at), step[at])
     if output_count(steps.run) > 2:
         facts["event_over_chance"] = (float(loss[at] / np.log(output_count(steps.run))), step[at])
@@ -215,6 +217,8 @@ def _dip(steps: Steps, at: int) -> RunFacts:
     if at < 2 * short or not np.isfinite(after).any():
         return {}
     low, later, end = float(smooth[at - 1]), float(np.nanmedian(after)), float(np.nanmedian(loss[-short:]))
+    if low <= 0 or later <= 0:  # a loss around zero or below it, as of a policy, falls by no ratio
+        return {}
     start = max(0, at - int(np.argmax(smooth[at - 1 :: -1] > later))) if low < later else at
     return {
         "low_before": (low / later, steps.step[at]),

@@ -76,8 +76,8 @@ def find_not_learning(
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
     if fall.is_clear or not (shows_start or fall.is_near_guess):
         return _plateau(series, fall.shape.loss, fall.drop)
-    if objective_type(run).moving in ("adversarial", "shared"):
-        return []  # it follows the other network: its height does not tell what was learned
+    if objective_type(run).moving:
+        return []  # it follows another network or a policy: its height does not tell what was learned
     start, lowest = fall.start, float(fall.shape.loss.min())
     evidence: dict[str, Any] = {
         "first": start,

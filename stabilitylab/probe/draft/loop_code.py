@@ -39,7 +39,13 @@ from stabilitylab.probe.draft.name_sources import (
 )
 from .python_source import Draft, cast_source, model_source, seen_words
 from .running_script import assigned_names, local_modules, main_module
-from .trainer_code import dropout_off, forward_patches, mixed_dtype, prepared
+from stabilitylab.probe.draft.trainer_code import (
+    dropout_off,
+    forward_patches,
+    mixed_dtype,
+    padding_rows,
+    prepared,
+)
 from ...run.curves import CLIPPED_SCALED, LIKELIHOOD, TRAINED_BESIDE
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
@@ -418,7 +424,7 @@ def model_lines(
     if from_parts is not None:
         lines, model_words = [f"model = {cast_source(draft, model, from_parts)}"], _FROM_PARTS
     draft.unseen = unseen
-    lines += [*patches, *dropout_off(model)]
+    lines += [*patches, *dropout_off(model), *padding_rows(model)]
     if hasattr(model, "training_step"):
         lines += prepared(model)
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]

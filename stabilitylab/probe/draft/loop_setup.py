@@ -179,8 +179,11 @@ def _before_line(body: list[ast.stmt], line: int) -> list[ast.stmt]:
         if (statement.end_lineno or 0) < line:
             earlier.append(statement)
         elif statement.lineno <= line and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            for name in ("body", "orelse", "finalbody"):
-                earlier += _before_line(getattr(statement, name, []), line)
+            blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+            if isinstance(statement, ast.If):  # only the branch with the line ran
+                blocks = [block for block in blocks if block and block[0].lineno <= line][-1:]
+            for block in blocks:
+                earlier += _before_line(block, line)
     return earlier
 
 
