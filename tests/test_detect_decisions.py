@@ -228,6 +228,15 @@ def test_a_jump_of_the_rate_is_the_first_large_one(rates, step, factor):
     assert [(f.onset, f.evidence["factor"]) for f in findings] == ([] if step is None else [(step, factor)])
 
 
+@pytest.mark.parametrize("scatter", [0.0, 0.05, 0.3])
+def test_a_rate_that_is_another_one_in_each_step_does_not_jump(scatter):
+    "Such as one that a loop multiplies by the length of each sequence."
+    rate = 30 * np.exp(noisy(0, 500, sd=scatter))
+    rate[250:] *= 4.0
+    jumped = bool(find_lr_jump(run_of(loss=noisy(3, 500), lr=rate)))
+    assert jumped == (scatter < 0.2) and not find_lr_jump(run_of(loss=noisy(3, 250), lr=rate[:250]))
+
+
 @pytest.mark.parametrize(("level", "severity"), [(0.0, "info"), (-0.01, "info"), (0.05, "warning")])
 def test_spikes_of_a_loss_that_changes_its_sign_again_and_again_are_notes(level, severity):
     loss = noisy(level, 400)

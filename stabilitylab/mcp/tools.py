@@ -25,7 +25,7 @@ def _meaning(words: str) -> dict:
         return only(symptom(words).to_dict(), _OF_SYMPTOM)
     except InputError:
         try:
-            return {"words": words, "meaning": str(define(words))}
+            return {"words": words, "meaning": define(words).definition}
         except InputError:
             pass
         raise
