@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -193,16 +192,15 @@ def test_more_seeds_are_asked_only_where_they_may_decide(monkeypatch):
     tools = Tools([SAMPLE.parent])
     arms = [arm_of("lower_lr:factor=0.25"), arm_of("qk_norm"), null_arm(100)]
     job = TrialJob.__new__(TrialJob)
-    job.work = SimpleNamespace(plan=SimpleNamespace(arms=arms))
+    training = SimpleNamespace(arms=arms, state="done", stage="ended", share=1.0, seconds=1.0, error="")
+    job.training, job.run, job.again = training, "lm_high_lr", {"steps": 40}
     open_ = {"another order": ("can't tell yet", 5)}
-    job._verdicts = verdicts(lower_lr=("can't tell yet", 2), qk_norm=("can't tell yet", 0), **open_)
+    training.verdicts = verdicts(lower_lr=("can't tell yet", 2), qk_norm=("can't tell yet", 0), **open_)
     assert job.undecided() == ["lower_lr:factor=0.25"]
     assert [arm_of(words) for words in job.undecided()] == arms[:1]
-    job._verdicts = verdicts(lower_lr=("can't tell yet", 2), qk_norm=("helps", 0), **open_)
+    training.verdicts = verdicts(lower_lr=("can't tell yet", 2), qk_norm=("helps", 0), **open_)
     assert job.undecided() == []
-    job.run, job.again, job._thread = "lm_high_lr", {"steps": 40}, SimpleNamespace(is_alive=lambda: False)
-    job.error, job._stopped, job._took, job.stage, job.share = "", threading.Event(), 1.0, "ended", 1.0
-    job._verdicts = verdicts(lower_lr=("can't tell yet", 2))
+    training.verdicts = verdicts(lower_lr=("can't tell yet", 2))
     tools._jobs["trial-1"] = job
     called = tools.trial_status("trial-1")["next"]
     assert called["tool"] == "trial_start" and called["arguments"]["steps"] == 40

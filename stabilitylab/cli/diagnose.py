@@ -9,7 +9,7 @@ __all__ = []
 import argparse
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -179,9 +179,10 @@ def _diagnose(args: argparse.Namespace) -> int:
 def _swapped(run: "xr.DataTree", findings: "Findings", args: argparse.Namespace) -> "Findings":
     "The findings of a run with its swap test, where it jumped and can be replayed."
     from stabilitylab.investigation.opening import with_swap_test
+    from stabilitylab.report.terminal import program_output
     from stabilitylab.run.recording import Recording
 
-    with redirect_stdout(sys.stderr):  # a model that prints as it is built
+    with program_output():
         return with_swap_test(Recording(run.attrs.get("source", ""), run), findings, args.swap_seconds)
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #026c844a

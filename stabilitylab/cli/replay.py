@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/api/cli/14_replay.ipynb #356ca711
 import argparse
 import sys
-from contextlib import redirect_stdout
 
 from ..names.encode import to_json
 
@@ -71,6 +70,7 @@ def _run_replay(
     from stabilitylab.replay.examine import examine
     from stabilitylab.replay.setup_file import setup_of
     from stabilitylab.report.step import replay_text
+    from stabilitylab.report.terminal import program_output
 
     shows_progress = sys.stderr.isatty()
 
@@ -79,7 +79,7 @@ def _run_replay(
         if shows_progress:
             print(f"\r\x1b[K{words} …", end="", file=sys.stderr, flush=True)
 
-    with redirect_stdout(sys.stderr):  # a model that prints as it is built
+    with program_output():
         examination = examine(
             args.run,
             suspect_step(args.run) if args.step is None else args.step,
@@ -131,8 +131,10 @@ def _run_precision(
     from stabilitylab.names.encode import to_json
     from stabilitylab.replay.rounded_step import step_precision
     from stabilitylab.report.step import step_text
+    from stabilitylab.report.terminal import program_output
 
     step = suspect_step(args.run) if args.step is None else args.step
-    precision = step_precision(args.run, step, args.setup, args.format)
+    with program_output():
+        precision = step_precision(args.run, step, args.setup, args.format)
     print(to_json(precision, missing={"nan"}, indent=1) if args.json else step_text(precision.to_dict()))
     return 0

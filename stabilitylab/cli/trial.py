@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 from .replay import add_setup
@@ -115,9 +114,10 @@ def _run_trial(
     _check_counts(args)
     from stabilitylab.investigation.loop import investigate
     from stabilitylab.investigation.plan import named_arms
+    from stabilitylab.report.terminal import program_output
 
     fixes = named_arms(args.fix, "--fix")
-    with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
+    with program_output():
         work = investigate(
             args.run,
             fixes,
@@ -228,10 +228,11 @@ def _run_sweep(
     settings = _settings(args)
     from stabilitylab.investigation.loop import plan_sweep, sweep_of
     from stabilitylab.replay.device import device_settings
+    from stabilitylab.report.terminal import program_output
     from stabilitylab.report.trial import sweep_json, sweep_text
 
     here = "cpu" if args.scheduler else args.device  # this machine need not be like the workers
-    with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
+    with program_output():
         plan = plan_sweep(
             args.run,
             fixes=args.fix,

@@ -13,34 +13,36 @@ from ..names.errors import InputError, bad_input
 from ..trial.arm import arm_of
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #bbdf8bc4
-class _WordTools(Runs):
-    "What words mean."
+_OF_SYMPTOM = ("kind", "title", "meaning", "looks", "causes", "do", "cannot")
+
+
+def _meaning(words: str) -> dict:
+    "The page of a finding kind or a symptom, with its `kind`; else what the glossary says of a word."
+    from stabilitylab.knowledge.symptoms import symptom
+    from stabilitylab.names.glossary import define
+
+    try:
+        return only(symptom(words).to_dict(), _OF_SYMPTOM)
+    except InputError:
+        try:
+            return {"words": words, "meaning": str(define(words))}
+        except InputError:
+            pass
+        raise
+
+# %% ../../nbs/api/mcp/04_tools.ipynb #2892c541
+class _KnowledgeTools(Runs):
+    "What words mean, and what checkpoints hold."
 
     def explain(
         self,
         words: str,  # a finding kind, a symptom or a word of the glossary
     ) -> dict:
         "What a finding kind, a symptom or a word of the glossary means; the causes and what separates them."
-        from stabilitylab.knowledge.symptoms import symptom
-        from stabilitylab.names.glossary import define
-
-        try:
-            page = symptom(words).to_dict()
-        except InputError:
-            try:
-                return answer({"words": words, "meaning": str(define(words))}, "explain", words="loss_spike")
-            except InputError:
-                pass
-            raise
-        last = next(reversed(self._runs), None)
-        report = only(page, ("kind", "title", "meaning", "looks", "causes", "do", "cannot"))
-        if last is None:
-            return answer(report, "explain", words=page["kind"])
+        report, last = _meaning(words), next(reversed(self._runs), None)
+        if last is None or "kind" not in report:
+            return answer(report, "explain", words=report.get("kind", "loss_spike"))
         return answer(report, "diagnose", run=str(last), remedies=True)
-
-# %% ../../nbs/api/mcp/04_tools.ipynb #2892c541
-class _KnowledgeTools(_WordTools):
-    "What words mean, and what checkpoints hold."
 
     def scan(
         self,
@@ -59,12 +61,8 @@ class _KnowledgeTools(_WordTools):
         )
         rows = table.drop(columns="noted").head(top).reset_index(names="tensor").to_dict("records")
         first = str(rows[0]["tensor"]) if rows else ""
-        return answer(
-            {"tensors": len(table), "rows": rows, "left_out": left_out},
-            "scan",
-            checkpoint=checkpoint,
-            select=first,
-        )
+        report = {"tensors": len(table), "rows": rows, "left_out": left_out}
+        return answer(report, "scan", checkpoint=checkpoint, select=first)
 
     def diff(
         self,
@@ -84,6 +82,17 @@ class _KnowledgeTools(_WordTools):
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #5275565b
 _WHAT = ("step", "swap", "samples", "precision")
+
+
+def _shortened(examination: dict) -> dict:
+    "An examination in the room of an answer: its three largest samples, and the checks that differ."
+    report = {key: part for key, part in examination.items() if key not in ("tokens", "frequency")}
+    if "samples" in report:
+        report["samples"] = sorted(report["samples"], key=lambda row: -float(row["share"]))[:3]
+    checks = report["check"].get("checks", [])
+    differing = [check["name"] for check in checks if check.get("state") == "differs"]
+    check = {key: part for key, part in report["check"].items() if key != "checks"}
+    return report | {"check": check | {"differs": differing}}
 
 
 class _ReplayTools(ReadingTools, _KnowledgeTools):
@@ -120,14 +129,8 @@ class _ReplayTools(ReadingTools, _KnowledgeTools):
         ):
             answer_of_swap = only(examination["swap"], ("verdict", "words", "bad_in_a_row"))
             self._keep(run, recording, with_verdict(findings, {"step": at} | answer_of_swap))
-        for key in ("tokens", "frequency"):
-            examination.pop(key, None)
-        if "samples" in examination:
-            by_share = sorted(examination["samples"], key=lambda row: -float(row["share"]))
-            examination["samples"] = by_share[:3]
-        checks = examination["check"].pop("checks", [])
-        examination["check"]["differs"] = [c["name"] for c in checks if c.get("state") == "differs"]
-        return answer(examination, "trial_start", **({"run": run} | ({"setup": setup} if setup else {})))
+        further = {"run": run} | ({"setup": setup} if setup else {})
+        return answer(_shortened(examination), "trial_start", **further)
 
     def _setup(self, setup: str) -> str | None:
         "A file with a setup, below the folders like every other."

@@ -15,7 +15,7 @@ from ..detect.findings import Findings
 from ..investigation.loop import Investigation, investigate
 from .answers import only
 from ..run.recording import Recording
-from ..trial.arm import long_name
+from ..trial.arm import Arm, long_name
 
 # %% ../../nbs/api/mcp/03_trial_job.ipynb #e0cd1da4
 _OF_ARM = (
@@ -34,20 +34,12 @@ def _n_compared(verdicts: dict) -> int:
 
 # %% ../../nbs/api/mcp/03_trial_job.ipynb #737fa996
 class _TrainingThread:
-    "A thread in which a trial trains."
+    "A thread in which a trial trains, with its progress and its verdicts so far."
 
-    def __init__(
-        self,
-        run: str,  # as its caller named it
-        recording: Recording,  # the same, opened
-        findings: Findings,  # of `diagnose`
-        fixes: Sequence[str],  # to be tried; (): those that fit best
-        **settings: Any,  # of `investigate`
-    ):
-        self.run, self.stage, self.share, self.error = run, "waiting", 0.0, ""
-        self.work: Investigation | None = None  # None before its arms train
-        self.again: dict = {}  # arguments that a further trial of the run needs, too
-        self._verdicts: dict = {}  # of the trainings that were done at the last look
+    def __init__(self, recording: Recording, findings: Findings, fixes: Sequence[str], settings: dict):
+        self.stage, self.share, self.error = "waiting", 0.0, ""
+        self.verdicts: dict = {}  # of the trainings that were done at the last look
+        self._work: Investigation | None = None  # None before its arms train
         self._n_done = 0
         self._began, self._took = time.monotonic(), 0.0
         self._stopped = threading.Event()
@@ -58,24 +50,34 @@ class _TrainingThread:
     def _train(self, recording: Recording, fixes: Sequence[str], arguments: dict) -> None:
         "Trains to the end, or until it is cancelled."
         try:
-            self.work = investigate(recording, fixes, is_cancelled=self._stopped.is_set, **arguments)
-            self._verdicts = self.work.to_dict()
+            self._work = investigate(recording, fixes, is_cancelled=self._stopped.is_set, **arguments)
+            self.verdicts = self._work.to_dict()
             self.stage, self.share = "ended", 1.0
-        except Exception as error:  # it is told by `to_dict`
+        except Exception as error:  # it is told by `TrialJob.to_dict`
             self.error = f"{error}" or type(error).__name__
         self._took = time.monotonic() - self._began
 
     def _begin(self, work: Investigation) -> None:
         "Takes the trial whose arms train now."
-        self.work = work
+        self._work = work
 
     def _hear(self, stage: str, share: float) -> None:
         "Keeps the progress, and the verdicts where more trainings are done."
         # verdicts take a while: made here and for new seeds only, so that an answer reads what is there
-        if self.work is not None and self.work.state.done > self._n_done:
-            self._verdicts = self.work.to_dict()
-            self._n_done = self.work.state.done
+        if self._work is not None and self._work.state.done > self._n_done:
+            self.verdicts = self._work.to_dict()
+            self._n_done = self._work.state.done
         self.stage, self.share = stage, share
+
+    @property
+    def arms(self) -> list[Arm]:
+        "What is compared; [] before it trains."
+        return [] if self._work is None else self._work.plan.arms
+
+    @property
+    def seconds(self) -> float:
+        "How long it has trained."
+        return self._took or time.monotonic() - self._began
 
     @property
     def state(self) -> str:  # 'running', 'done', 'cancelled' or 'failed'
@@ -86,59 +88,88 @@ class _TrainingThread:
             return "failed"
         return "cancelled" if self._stopped.is_set() else "done"
 
+    def stop(self) -> None:
+        "Stops what trains, and waits for its end."
+        self._stopped.set()
+        self._thread.join(60)
+
+# %% ../../nbs/api/mcp/03_trial_job.ipynb #a83d20f1
+def _undecided(verdicts: dict, arms: Sequence[Arm]) -> list[str]:
+    "Fixes on which more seeds would probably decide, as `trial_start` takes them; [] where one helped."
+    rows = verdicts.get("arms", ())
+    if any(row["verdict"] == "helps" for row in rows):
+        return []
+    wanted = {row["fix"] for row in rows if row["verdict"] == "can't tell yet" and row["more_seeds"]}
+    return [long_name(arm) for arm in arms if arm.name in wanted and not arm.is_null]
+
+
+def _outcome(verdicts: dict, arms: Sequence[Arm]) -> dict:
+    "The fixes that helped, with their parameters and intervals, and the names of those that did not."
+    names = {arm.name for arm in arms if not (arm.is_null or arm.is_placebo)}
+    rows = [row for row in verdicts.get("arms", ()) if row["fix"] in names]
+    helps = [only(row, ("fix", "parameters", "interval")) for row in rows if row["verdict"] == "helps"]
+    refuted = [row["fix"] for row in rows if row["verdict"] in ("does not help", "harms")]
+    return {"helps": helps, "does_not": refuted}
+
+
+def _report(verdicts: dict, is_running: bool) -> dict:
+    "The rows and the words of verdicts; of a trial that trains, what every arm has done so far."
+    rows = [only(row, _OF_ARM) for row in verdicts.get("arms", ()) if row["seeds"]]
+    if not is_running:
+        return {"arms": rows, "words": verdicts.get("words", "")}
+    n_seeds = _n_compared(verdicts)
+    return {"arms": rows, "words": _PRELIMINARY.format(n=n_seeds)} if n_seeds else {}
+
 # %% ../../nbs/api/mcp/03_trial_job.ipynb #ce2f4b1e
-class TrialJob(_TrainingThread):
-    "A trial that trains in a thread of its own; its arms are child processes."
+class TrialJob:
+    "A trial that trains in the background, and what it says so far; its arms are child processes."
+
+    def __init__(
+        self,
+        run: str,  # as its caller named it
+        recording: Recording,  # the same, opened
+        findings: Findings,  # of `diagnose`
+        fixes: Sequence[str],  # to be tried; (): those that fit best
+        **settings: Any,  # of `investigate`
+    ):
+        self.run = run
+        self.again: dict = {}  # arguments that a further trial of the run needs, too
+        self.training = _TrainingThread(recording, findings, fixes, settings)
 
     def wait(
         self,
         seconds: float,  # at most
     ) -> None:
         "Waits for its end, or until another seed of every arm is done."
-        until, compared = time.monotonic() + seconds, _n_compared(self._verdicts)
-        while self._thread.is_alive() and time.monotonic() < until:
-            if _n_compared(self._verdicts) > compared:
+        until, compared = time.monotonic() + seconds, _n_compared(self.training.verdicts)
+        while self.training.state == "running" and time.monotonic() < until:
+            if _n_compared(self.training.verdicts) > compared:
                 return
             time.sleep(_TICK)
 
     def cancel(self) -> None:
         "Stops what trains; finished seeds stay."
-        self._stopped.set()
-        self._thread.join(60)
+        self.training.stop()
 
     def undecided(self) -> list[str]:  # as `trial_start` takes them
         "Fixes on which more seeds would probably decide, where none helped."
-        arms = self._verdicts.get("arms", ())
-        if self.work is None or any(arm["verdict"] == "helps" for arm in arms):
-            return []
-        wanted = {arm["fix"] for arm in arms if arm["verdict"] == "can't tell yet" and arm["more_seeds"]}
-        return [long_name(arm) for arm in self.work.plan.arms if arm.name in wanted and not arm.is_null]
+        return _undecided(self.training.verdicts, self.training.arms)
 
     @property
     def has_decided(self) -> bool:
         "Whether it ended by itself, and more seeds would change nothing."
-        return self.state == "done" and not self.undecided()
+        return self.training.state == "done" and not self.undecided()
 
     def outcome(self) -> dict:  # helps: [{fix, parameters, interval}]; does_not: names
         "Which fixes helped, and which did not."
-        fixes = [] if self.work is None else self.work.plan.arms
-        names = {arm.name for arm in fixes if not (arm.is_null or arm.is_placebo)}
-        arms = [arm for arm in self._verdicts.get("arms", ()) if arm["fix"] in names]
-        helps = [only(arm, ("fix", "parameters", "interval")) for arm in arms if arm["verdict"] == "helps"]
-        refuted = [arm["fix"] for arm in arms if arm["verdict"] in ("does not help", "harms")]
-        return {"helps": helps, "does_not": refuted}
+        return _outcome(self.training.verdicts, self.training.arms)
 
     def to_dict(self) -> dict:
         "Its state, and the verdicts so far."
-        state = self.state  # first: what an ended trial left is all there
-        took = self._took or time.monotonic() - self._began
-        head = {"state": state, "stage": self.stage, "share": self.share, "seconds": round(took, 1)}
-        head["run"] = self.run
+        training = self.training
+        state = training.state  # first: what an ended trial left is all there
+        head = {"state": state, "stage": training.stage, "share": training.share}
+        head |= {"seconds": round(training.seconds, 1), "run": self.run}
         if state == "failed":
-            return head | {"error": self.error}
-        verdicts = self._verdicts  # once: the thread that trains replaces it
-        rows = [only(arm, _OF_ARM) for arm in verdicts.get("arms", ()) if arm["seeds"]]
-        if state == "running":
-            n = _n_compared(verdicts)
-            return head | ({"arms": rows, "words": _PRELIMINARY.format(n=n)} if n else {})
-        return head | {"arms": rows, "words": verdicts.get("words", "")}
+            return head | {"error": training.error}
+        return head | _report(training.verdicts, is_running=state == "running")

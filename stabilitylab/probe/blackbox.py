@@ -174,7 +174,7 @@ def changed_attributes(
     return rows
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #5a7e6806
-def _save(folder: Path, retained: RetainedFiles, what: str, item: dict) -> None:
+def _save(retained: RetainedFiles, what: str, item: dict) -> None:
     "Write one file and the index, then drop what is too old."
     is_snapshot, step = what == "snapshot", item["step"]
     name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
@@ -182,7 +182,7 @@ def _save(folder: Path, retained: RetainedFiles, what: str, item: dict) -> None:
     item["batch_id"] = batch_id(batch_alone(item.pop("of") if is_snapshot else item["batch"]))
     if is_snapshot:
         item["checksums"] = checksums(item["model"])
-    size, checksum = _save_checked(item, folder / name)
+    size, checksum = _save_checked(item, retained.folder / name)
     entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size, "crc32c": checksum}
     entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
     if not is_snapshot and (targets := _target_count(item["batch"])) is not None:
@@ -192,8 +192,89 @@ def _save(folder: Path, retained: RetainedFiles, what: str, item: dict) -> None:
     retained.add("snapshots" if is_snapshot else "batches", entry)
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #cdd33287
-class _BoxThread:
-    "The thread that writes the files of a black box."
+class _FileThread:
+    "A thread that writes what it is handed into the folder of a black box, in that order."
+
+    def __init__(self, retained: RetainedFiles, on_error: Callable[[str], None] | None = None):
+        self.on_error, self.has_warned = on_error, False
+        self.has_gap = False  # whether something was not written since the last snapshot
+        self.patience = _PATIENCE  # seconds that the training loop waits
+        self.handlers: dict[str, Callable] = {"pin": retained.pin, "settings": retained.settings}
+        self.handlers |= {what: partial(_save, retained, what) for what in ("snapshot", "batch")}
+        self.write_late = retained.write_late
+        self.work: queue.Queue = queue.Queue(maxsize=8)
+        # a daemon: a disk that hangs must not keep the program from ending
+        self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
+        self.thread.start()
+
+    def put(
+        self,
+        what: str | None,  # one of `handlers`; None: the end
+        item: Any,  # what its handler takes
+    ) -> None:
+        "Hands something over; a disk that does not keep up costs the loop one wait, then files."
+        if not self.thread.is_alive():
+            raise RuntimeError("the thread that writes has ended")
+        try:
+            self.work.put((what, item), timeout=self.patience)
+            self.patience = _PATIENCE
+        except queue.Full:
+            # no patience until something fits again: a full queue would else hold up every step
+            self.patience = 0.0
+            self._note_gap(f"the disk does not keep up, a {what} was not written")
+
+    def _write_all(self) -> None:
+        "What the thread does: what cannot be written is told once, and the next snapshot is tried again."
+        while True:
+            what, item = self.work.get()
+            try:
+                if what is None:
+                    return self.write_late()
+                self.handlers[what](item)
+            except Exception as error:
+                self._note_gap(f"a {what} was not written, the next snapshot is tried again: {error}")
+                if what is None:
+                    return
+
+    def _note_gap(self, text: str) -> None:
+        "Notes that something is missing, and says the first such fault."
+        self.has_gap = True
+        if self.on_error and not self.has_warned:
+            self.has_warned = True
+            self.on_error(f"the black box has a gap: {text}")
+
+    def close(self) -> None:
+        "Writes what is waiting and stops."
+        if self.thread.is_alive():
+            # the program is about to end, so there is no step to hold up
+            self.patience = 60.0
+            self.put(None, None)
+            self.thread.join(60)
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #a9f40ba6
+def _state(box: "BlackBox", rng: dict, step: int) -> dict:
+    "What a snapshot holds: the model, the optimizers and all that the next step draws on."
+    return {
+        # of the class: a loop may have put another `state_dict` in place, for the files that it saves
+        "model": storable_copy(dict(type(box.model).state_dict(box.model))),
+        "optimizer": [storable_copy(o.state_dict()) for o in box.optimizers],
+        "scaler": box.scaler.state_dict() if box.scaler else None,
+        "rng": rng,
+        "step": step,
+        "attributes": changed_attributes(box.attributes, plain_attributes(box.model)),
+    }
+
+
+def _with_states(batch: dict, states: dict[str, dict]) -> dict:
+    "A batch in which the networks that are kept with it have newer tensors."
+    loop = dict(batch[LOOP])
+    for name, state in states.items():
+        loop[name] = loop[name] | {"state": loop[name]["state"] | state}
+    return batch | {LOOP: loop}
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
+class BlackBox:
+    "The files from which a step can be replayed, written in the background."
 
     def __init__(
         self,
@@ -206,69 +287,15 @@ class _BoxThread:
         rank: int = 0,  # rank of this process; each other rank has a folder of its own
     ):
         self.folder = Path(path) / "blackbox" / (f"rank-{rank}" if rank else "")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.retained = RetainedFiles(self.folder, limits or BoxLimits())
+        self.files = _FileThread(self.retained, on_error)
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
         self.attributes = plain_attributes(model)  # when the recording began
-        self.limits, self.on_error, self.has_warned = limits or BoxLimits(), on_error, False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.retained = RetainedFiles(self.folder, self.limits)
         self.last: int | None = None  # step of the newest snapshot
+        self.is_triggered = False  # whether something asked for a snapshot since
         self.set_at: int | None = None  # step whose settings were taken
         self.item: dict = {}  # the last batch
-        self.want, self.patience = True, _PATIENCE  # whether a snapshot is due; seconds that the loop waits
-        self.work: queue.Queue = queue.Queue(maxsize=8)
-        # a daemon: a disk that hangs must not keep the program from ending
-        self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
-        self.thread.start()
-
-    def _offer(self, what: str | None, item: Any) -> None:
-        "Hand something to the thread; a disk that does not keep up costs the loop one wait, then files."
-        if not self.thread.is_alive():
-            raise RuntimeError("the thread that writes has ended")
-        try:
-            self.work.put((what, item), timeout=self.patience)
-            self.patience = _PATIENCE
-        except queue.Full:
-            # no patience until something fits again: a full queue would else hold up every step
-            self.want, self.patience = True, 0.0
-            self._warn_once(f"the disk does not keep up, a {what} was not written")
-
-    def _write_all(self) -> None:
-        "The background thread; what cannot be written is told once, and the next snapshot is tried again."
-        handlers: dict[str, Callable] = {"pin": self.retained.pin, "settings": self.retained.settings}
-        while True:
-            what, item = self.work.get()
-            try:
-                if what is None:
-                    return self.retained.write_late()
-                handlers.get(what, partial(_save, self.folder, self.retained, what))(item)
-            except Exception as error:
-                self.want = True
-                self._warn_once(f"a {what} was not written, the next snapshot is tried again: {error}")
-                if what is None:
-                    return
-
-    def _warn_once(self, text: str) -> None:
-        "Say the first fault."
-        if self.on_error and not self.has_warned:
-            self.has_warned = True
-            self.on_error(f"the black box has a gap: {text}")
-
-# %% ../../nbs/api/probe/03_blackbox.ipynb #a9f40ba6
-def _state(box: _BoxThread, rng: dict, step: int) -> dict:
-    "What a snapshot holds: the model, the optimizers and all that the next step draws on."
-    return {
-        # of the class: a loop may have put another `state_dict` in place, for the files that it saves
-        "model": storable_copy(dict(type(box.model).state_dict(box.model))),
-        "optimizer": [storable_copy(o.state_dict()) for o in box.optimizers],
-        "scaler": box.scaler.state_dict() if box.scaler else None,
-        "rng": rng,
-        "step": step,
-        "attributes": changed_attributes(box.attributes, plain_attributes(box.model)),
-    }
-
-# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
-class BlackBox(_BoxThread):
-    "The files from which a step can be replayed, written in the background."
 
     def batch(
         self,
@@ -280,25 +307,22 @@ class BlackBox(_BoxThread):
         # copied here: the loop goes on and changes all of it while the thread writes
         rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
         # only before the first micro-batch: later, half a gradient would be part of the state
-        is_due = self.want or self.last is None or step - self.last >= self.limits.every
+        is_asked = self.is_triggered or self.files.has_gap
+        is_due = is_asked or self.last is None or step - self.last >= self.retained.limits.every
         if microbatch == 0 and is_due:
-            self.last, self.want = step, False
-            self._offer("snapshot", _state(self, rng, step) | {"of": copy})
+            self.last, self.is_triggered, self.files.has_gap = step, False, False
+            self.files.put("snapshot", _state(self, rng, step) | {"of": copy})
         self.item = {"batch": copy, "form": form, "rng": rng, "step": step, "microbatch": microbatch}
-        self._offer("batch", dict(self.item))
+        self.files.put("batch", dict(self.item))
 
     def renew(
         self,
         states: dict[str, dict],  # name of a kept network -> its tensors that are others by now
     ) -> None:
         "Saves the last batch again, with newer weights of the networks that are kept with it."
-        batch = self.item["batch"]
-        loop = dict(batch[LOOP])
         stored: Any = storable_copy(states)
-        for name, state in stored.items():
-            loop[name] = loop[name] | {"state": loop[name]["state"] | state}
-        self.item = self.item | {"batch": batch | {LOOP: loop}}
-        self._offer("batch", dict(self.item))
+        self.item = self.item | {"batch": _with_states(self.item["batch"], stored)}
+        self.files.put("batch", dict(self.item))
 
     def settings(
         self,
@@ -308,14 +332,14 @@ class BlackBox(_BoxThread):
         if self.last is None or step == self.set_at:
             return
         self.set_at = step
-        self._offer("settings", {"step": step, "optimizers": [_settings_of(o) for o in self.optimizers]})
+        self.files.put("settings", {"step": step, "optimizers": [_settings_of(o) for o in self.optimizers]})
 
     def trigger(
         self,
         step: int,  # step that fired the trigger
     ) -> None:
         "Pins the snapshot before `step` and the batches since, and takes a new snapshot at the next step."
-        self.want = True
+        self.is_triggered = True
         self.keep(step)
 
     def keep(
@@ -323,16 +347,12 @@ class BlackBox(_BoxThread):
         step: int,  # step whose batches are to stay
     ) -> None:
         "Pins the snapshot before `step` and the batches since; training goes on as it was."
-        if self.thread.is_alive():
-            self._offer("pin", step)
+        if self.files.thread.is_alive():
+            self.files.put("pin", step)
 
     def close(self) -> None:
         "Writes the pending files and stops the thread."
-        if self.thread.is_alive():
-            # the program is about to end, so there is no step to hold up
-            self.patience = 60.0
-            self._offer(None, None)
-            self.thread.join(60)
+        self.files.close()
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #9e2f447c
 _BATCH_FILE = "batches.pt"  # in the black box of a packed run: key -> batch

@@ -6,6 +6,7 @@
 __all__ = ['Follower', 'follow', 'FolderFollower']
 
 # %% ../../nbs/api/read/10_follow.ipynb #9e4ceb3a
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -97,6 +98,21 @@ class _Document:
         note = ("note", -1, f"the log cannot be read as it stands: {why}", time.time())
         return LogData(events=[] if is_repeated else [note])
 
+# %% ../../nbs/api/read/10_follow.ipynb #4d1b7a20
+_BEGUN_ANEW = "the log was cut or replaced; it is read again from its start"
+
+
+def _reader_of(path: Path, format: Format) -> _LineTail | _Document:
+    "What reads the new records of a log: lines one by one, a document as a whole."
+    return _LineTail(path, format.parse) if format.parse else _Document(path, format.read)
+
+
+def _has_begun_anew(reader: _LineTail | _Document | None, was: int | None, state: os.stat_result) -> bool:
+    "Whether a log was cut, or replaced by another file than the one that `was` its inode."
+    is_cut = reader is not None and state.st_size < reader.at
+    # a log that was rotated may have outgrown the old one: its size alone does not tell
+    return is_cut or was not in (None, state.st_ino)
+
 # %% ../../nbs/api/read/10_follow.ipynb #ba057c20
 class Follower:
     "The position in a growing log, and everything read so far."
@@ -121,12 +137,9 @@ class Follower:
         except FileNotFoundError:
             return LogData()
         new = LogData()
-        is_cut = self._reader is not None and state.st_size < self._reader.at
-        # a log that was rotated may have outgrown the old one: its size alone does not tell
-        if is_cut or self._file_id not in (None, state.st_ino):
+        if _has_begun_anew(self._reader, self._file_id, state):
             self._reader, self._parts = None, {}
-            text = "the log was cut or replaced; it is read again from its start"
-            new.events.append(("note", -1, text, time.time()))
+            new.events.append(("note", -1, _BEGUN_ANEW, time.time()))
         self._file_id = state.st_ino
         if self._reader is None:
             self._reader = self._new_reader(state.st_size)
@@ -150,8 +163,7 @@ class Follower:
                 raise
             self.problem = str(error)  # the next lines may make it clear
             return None
-        parse = self.format.parse
-        return _LineTail(self.path, parse) if parse else _Document(self.path, self.format.read)
+        return _reader_of(self.path, self.format)
 
     def run(self) -> xr.DataTree:  # a record
         "The record of everything read so far."
@@ -159,9 +171,8 @@ class Follower:
         samples = {name: concatenate_samples(parts) for name, parts in self._parts.items()}
         source, format = str(self.path), self.format.name if self.format else "unknown"
         data = LogData(samples, list(self.events), skipped)
-        return new_run(
-            to_dataset(data, source, format), {"source": source, "format": format, "skipped": skipped}
-        )
+        attrs = {"source": source, "format": format, "skipped": skipped}
+        return new_run(to_dataset(data, source, format), attrs)
 
 # %% ../../nbs/api/read/10_follow.ipynb #3abee2f4
 def follow(

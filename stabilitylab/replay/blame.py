@@ -35,19 +35,24 @@ def _is_array(leaf: Any) -> bool:
     return torch.is_tensor(leaf) or isinstance(leaf, np.ndarray)
 
 
-def _count_samples(part: Any, dim: int = 0) -> int:
-    "How many samples a micro-batch has: the size of the dimension that all its tensors share."
+def _refuse_what_has_no_samples(part: Any) -> None:
+    "Raises where nothing can be taken for the samples of a micro-batch, along no dimension."
     if any(tensor.layout != torch.strided for tensor in tensors_of(batch_alone(part))):
         raise InputError("`batch` holds a sparse tensor, which has no rows to take as samples")
-    sizes: set[int] = set()
-    map_leaves(
-        lambda leaf: sizes.update(leaf.shape[: dim + 1][-1:]) if _is_array(leaf) else None, batch_alone(part)
-    )
     if loop_tensors(part):
         raise InputError(
             "the loss also depends on tensors of the loop that are saved with the batch, such as a hidden"
             " state, and nothing says which part of them belongs to a sample"
         )
+
+
+def _count_samples(part: Any, dim: int = 0) -> int:
+    "How many samples a micro-batch has: the size of the dimension that all its tensors share."
+    _refuse_what_has_no_samples(part)
+    sizes: set[int] = set()
+    map_leaves(
+        lambda leaf: sizes.update(leaf.shape[: dim + 1][-1:]) if _is_array(leaf) else None, batch_alone(part)
+    )
     if len(sizes) != 1:
         raise InputError(
             f"the first dimensions of what `batch` holds are {sorted(sizes)}; allowed: one first dimension,"
@@ -163,6 +168,7 @@ def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list
     if setup.token_loss is not None:
         counts = [int(count) for count in _token_losses(setup, model, part)[1].sum(1)]
         return counts, has_items(part), len(counts), 0
+    _refuse_what_has_no_samples(part)
     together = _value(setup, model, part)
     losses, dim = _losses_and_dim(setup, model, part, together)
     if len(losses) == 1:

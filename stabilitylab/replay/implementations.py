@@ -41,13 +41,13 @@ _LOSS = _Key("", 0, "loss")
 _FORWARD, _BACKWARD = ("input", "output", "loss"), ("gradient of output", "gradient of input")
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #46545409
-class _Watch:
+class _TensorHooks:
     "Hands every tensor that enters or leaves a module to a function, in the order of execution."
 
     def __init__(
         self,
         model: nn.Module,  # any
-        visit: Callable,  # (key, tensor, key of the call around it) -> None
+        visit: Callable,  # (key, tensor, the call inside which it is met) -> None
         rounded: Callable,  # (key, tensor) -> the tensor that goes on in its place
     ):
         self.visit, self.rounded = visit, rounded
@@ -63,7 +63,7 @@ class _Watch:
 
     def _enter(self, name: str, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         "Before a forward: its first tensor goes on as an alias, whose gradient is this module's own."
-        call, around = self.calls[name], self.open[-1] if self.open else None
+        call, caller = self.calls[name], self.open[-1] if self.open else None
         self.calls[name] += 1
         self.open.append((name, call))
         inputs = [*args, *kwargs.values()]
@@ -72,32 +72,32 @@ class _Watch:
             # the gradient of a shared input is a sum over its readers; that of the alias is this module's
             # part alone
             inputs[at] = inputs[at].view_as(inputs[at])
-            self._meet(_Key(name, call, "input"), inputs[at], around)
+            self._report(_Key(name, call, "input"), inputs[at], caller)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
 
     def _leave(self, name: str, _module: nn.Module, _args: tuple, out: object) -> object:
         "After a forward: its first tensor, rounded."
         _, call = self.open.pop()
-        around, output = self.open[-1] if self.open else None, first_tensor(out)
+        caller, output = self.open[-1] if self.open else None, first_tensor(out)
         if output is None:
             return out
         key = _Key(name, call, "output")
         # an alias: a module that returns its input would else meet the two gradients in the wrong order
         new = self.rounded(key, output.view_as(output))
-        self._meet(key, new, around)
+        self._report(key, new, caller)
         return map_tensors(lambda x: new if x is output else x, out)
 
-    def _meet(self, key: _Key, x: torch.Tensor, around: tuple | None) -> None:
+    def _report(self, key: _Key, x: torch.Tensor, caller: tuple | None) -> None:
         "A tensor now, and its gradient in the backward pass."
-        self.visit(key, x, around)
+        self.visit(key, x, caller)
         if x.requires_grad:
             back = _Key(key.module, key.call, f"gradient of {key.part}")
-            x.register_hook(partial(self._meet_gradient, back, around))
+            x.register_hook(partial(self._report_gradient, back, caller))
 
-    def _meet_gradient(self, key: _Key, around: tuple | None, gradient: torch.Tensor) -> torch.Tensor:
+    def _report_gradient(self, key: _Key, caller: tuple | None, gradient: torch.Tensor) -> torch.Tensor:
         "A gradient on its way back."
         gradient = self.rounded(key, gradient)
-        self.visit(key, gradient, around)
+        self.visit(key, gradient, caller)
         return gradient
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #efad9818
@@ -132,17 +132,17 @@ def _error(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #37647106
 @dataclass
-class _Run:
-    "What one run of a step came to, beside the reference."
+class _StepTensors:
+    "The tensors of one step: those of the reference themselves, of any other step their errors."
 
     values: dict[_Key, torch.Tensor]  # of the reference in the order of execution, float64
-    around: dict[_Key, tuple | None]  # the call in which the tensor was met
+    callers: dict[_Key, tuple | None]  # (module, number of its call) inside which the tensor was met
     errors: dict[_Key, float]  # relative to the reference
     roundoff: dict[_Key, float]  # unit roundoff of the tensor's format
     loss: float = np.nan
 
 
-def _as_it_is(_key: _Key, x: torch.Tensor) -> torch.Tensor:
+def _unchanged(_key: _Key, x: torch.Tensor) -> torch.Tensor:
     "The tensor itself."
     return x
 
@@ -155,8 +155,8 @@ def _jittered(roundoff: Callable, generator: torch.Generator, key: _Key, x: torc
 
 
 @contextmanager
-def _ready(model: nn.Module) -> Iterator[None]:
-    "Dropout off and no gradients; mode, gradients and random states are put back at the end."
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    "Dropout off and no gradients yet; mode, gradients and random states are put back at the end."
     rng, gradients = rng_state(), [(p, p.grad) for p in model.parameters()]
     try:
         with restored_modes(model):
@@ -170,21 +170,21 @@ def _ready(model: nn.Module) -> Iterator[None]:
         set_rng_state(rng)
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #3dc835e1
-def _run(
+def _run_step(
     model: nn.Module,
     batch: object,
     loss: Callable,  # (model, batch) -> scalar
-    reference: _Run | None,  # to compare with; None: this is the reference
+    reference: _StepTensors | None,  # to compare with; None: this is the reference
     rename: Callable,  # name in this model -> name in the reference
-    rounded: Callable = _as_it_is,  # as for `_Watch`
-) -> _Run:
-    "One step, forward and backward."
-    run = _Run({}, {}, {}, {})
+    rounded: Callable = _unchanged,  # as for `_TensorHooks`
+) -> _StepTensors:
+    "Runs one step, forward and backward."
+    run = _StepTensors({}, {}, {}, {})
 
     def visit(
         key: _Key,  # module, micro-batch and role of the tensor
         x: torch.Tensor,  # the tensor, of any shape
-        around: tuple | None = None,  # what the module was given and returned; None: not kept
+        caller: tuple | None = None,  # the call inside which it was met; None: no module's
     ) -> None:
         "Keeps a tensor, or its error."
         key = key._replace(module=rename(key.module))
@@ -194,12 +194,12 @@ def _run(
         if gathered is None or base is None:
             return
         if reference is None:
-            run.values[key], run.around[key] = gathered, around
+            run.values[key], run.callers[key] = gathered, caller
         else:
             run.errors[key] = _error(base, gathered)
 
-    with _ready(model):
-        watch = _Watch(model, visit, rounded)
+    with _without_dropout(model):
+        hooks = _TensorHooks(model, visit, rounded)
         try:
             value = loss(model, batch)
             visit(_LOSS, value)
@@ -209,7 +209,7 @@ def _run(
                     module, _, own = unwrapped_name(name).rpartition(".")
                     visit(_Key(module, 0, own), p.grad)
         finally:
-            for handle in watch.handles:
+            for handle in hooks.handles:
                 handle.remove()
     run.loss = float(value.detach())
     return run
@@ -221,13 +221,15 @@ def _in_float64(model: nn.Module, batch: object) -> tuple[nn.Module, object]:
     return exact, map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
 
 
-def _reference(model: nn.Module, batch: object, loss: Callable) -> tuple[_Run, nn.Module, object]:
+def _float64_reference(
+    model: nn.Module, batch: object, loss: Callable
+) -> tuple[_StepTensors, nn.Module, object]:
     "The first implementation in float64, or as it is where its kernels have no float64."
     try:
         exact, exact_batch = _in_float64(model, batch)
-        return _run(exact, exact_batch, loss, None, str), exact, exact_batch
+        return _run_step(exact, exact_batch, loss, None, str), exact, exact_batch
     except (RuntimeError, TypeError, NotImplementedError):  # a kernel or a copy that does not exist
-        return _run(model, batch, loss, None, str), model, batch
+        return _run_step(model, batch, loss, None, str), model, batch
 
 
 @contextmanager
@@ -243,11 +245,11 @@ def _moved_weights(model: nn.Module, jitter: Callable) -> Iterator[None]:
             p.data = data
 
 
-def _floor(
-    reference: tuple[_Run, nn.Module, object],  # from `_reference`
+def _noise_floor(
+    reference: tuple[_StepTensors, nn.Module, object],  # from `_float64_reference`
     loss: Callable,
-    own: _Run,  # the first implementation
-    other: _Run,  # the second one
+    own: _StepTensors,  # the first implementation
+    other: _StepTensors,  # the second one
     repeats: int,
     seed: int,
 ) -> dict[_Key, float]:  # the largest relative error that rounding explains
@@ -261,7 +263,7 @@ def _floor(
         generator = torch.Generator().manual_seed(seed + i)
         jitter = partial(_jittered, lambda key: other.roundoff.get(key, coarse), generator)
         with _moved_weights(model, jitter):
-            errors = _run(model, batch, loss, exact, str, jitter).errors
+            errors = _run_step(model, batch, loss, exact, str, jitter).errors
         floor = {key: max(value, errors.get(key, 0.0)) for key, value in floor.items()}
     return floor
 
@@ -304,7 +306,7 @@ def _difference(first: object, second: object) -> str:
     return "" if first == second else f"{second} instead of {first}"
 
 
-def _differences(a: nn.Module, b: nn.Module, rename: Callable) -> dict[str, str]:
+def _setting_differences(a: nn.Module, b: nn.Module, rename: Callable) -> dict[str, str]:
     "Parameter or setting -> how the second implementation differs in it, in the modules that both have."
     in_a, in_b = _by_module(a, str), _by_module(b, rename)
     differences: dict[str, str] = {}
@@ -348,7 +350,7 @@ class ImplementationComparison:
         return plain(asdict(self) | {"causes": self.causes, "modules": rows})
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #4167d626
-def _in_order(reference: _Run) -> list[_Key]:
+def _in_order(reference: _StepTensors) -> list[_Key]:
     "The tensors in the order of execution, gradients of parameters beside the module they belong to."
     of_params: dict[str, list[_Key]] = {}
     for key in reference.values:
@@ -362,27 +364,27 @@ def _in_order(reference: _Run) -> list[_Key]:
     return ordered + [key for keys in of_params.values() for key in keys]
 
 
-def _module_of(key: _Key, around: dict[_Key, tuple | None]) -> str:
+def _module_of(key: _Key, callers: dict[_Key, tuple | None]) -> str:
     "The module whose code made a tensor from tensors that agree."
     if key == _LOSS:
         return "loss"
     if key.part not in ("input", "gradient of output"):
         return key.module
-    caller = around[key]
+    caller = callers[key]
     return caller[0] if caller is not None else "loss"
 
 
 def _first_difference(
     key: _Key | None,  # of the first tensor that differs; None: none does
-    run: _Run,  # of the second implementation
-    floor: dict[_Key, float],  # from `_floor`
-    around: dict[_Key, tuple | None],  # of the reference
+    run: _StepTensors,  # of the second implementation
+    floor: dict[_Key, float],  # from `_noise_floor`
+    callers: dict[_Key, tuple | None],  # of the reference
 ) -> dict:
     "The fields of a comparison that name the first tensor that differs."
     if key is None:
         return dict(first="", direction="", tensor="", error=np.nan, floor=np.nan)
     return {
-        "first": _module_of(key, around) or _ROOT,
+        "first": _module_of(key, callers) or _ROOT,
         "direction": "forward" if key.part in _FORWARD else "backward",
         "tensor": "loss" if key == _LOSS else f"{key.part} of {key.module or 'the model'}",
         "error": run.errors[key],
@@ -422,21 +424,21 @@ def compare_implementations(
     "The first module whose output or gradient differs beyond rounding between two implementations."
     if repeats < 1:
         raise bad_input("repeats", repeats, "1 or more")
-    reference = _reference(model, batch, loss)
+    reference = _float64_reference(model, batch, loss)
     exact = reference[0]
-    first, second = _run(model, batch, loss, exact, str), _run(other, batch, loss, exact, rename)
+    first, second = _run_step(model, batch, loss, exact, str), _run_step(other, batch, loss, exact, rename)
     if not second.errors.keys() - {_LOSS}:
         raise bad_input("rename", rename, "a function from the modules of `other` to those of `model`")
-    floor = _floor(reference, loss, first, second, repeats, seed)
+    floor = _noise_floor(reference, loss, first, second, repeats, seed)
     order = [key for key in _in_order(exact) if key in second.errors]
     beyond = (key for key in order if not second.errors[key] <= factor * floor[key])
     modules = {key.module for key in exact.values}
     unmatched = modules ^ {key.module for key in second.roundoff}
     unmatched |= modules - {key.module for key in second.errors}
     return ImplementationComparison(
-        **_first_difference(next(beyond, None), second, floor, exact.around),
+        **_first_difference(next(beyond, None), second, floor, exact.callers),
         loss=(first.loss, second.loss),
-        differences=_differences(model, other, rename),
+        differences=_setting_differences(model, other, rename),
         unmatched=tuple(sorted(unmatched)),
         modules=_table(order, second.errors, floor, factor),
     )

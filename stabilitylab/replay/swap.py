@@ -98,20 +98,6 @@ def _evidence(factors: dict[str, float]) -> dict[str, float]:
         name: float(np.exp(x)) for name, x in (shares | {"limit": factors[f"limit of {leading}"]}).items()
     }
 
-
-def _verdict_of(
-    values: np.ndarray,  # (states, batches), the suspect state last and the suspect batch last
-    # factor over the control cells that counts as out of line, > 1; more where the controls themselves spread
-    min_factor: float = _MIN_FACTOR,
-) -> tuple[
-    str, dict[str, float]
-]:  # a key of VERDICTS; factors of the batch, the state, the cell, and the limit
-    "What one table, of gradient norms or of losses, says by itself."
-    factors = _factors(values, min_factor)
-    if factors is None:
-        return "cannot tell", {}
-    return _named(*(_excess(factors, part) > 0 for part in _PARTS)), _evidence(factors)
-
 # %% ../../nbs/api/replay/03_swap.ipynb #a35e0012
 def _has_learned(loss: np.ndarray) -> bool:
     "Whether the last state has a lower loss than every other one, on each batch before the last."

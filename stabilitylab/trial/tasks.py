@@ -189,6 +189,40 @@ def _may_be_short(start: Start, devices: Sequence[str], room: int) -> bool:
     states = (file.stat().st_size for file in Path(start.path).rglob("*") if "snapshot" in file.as_posix())
     return room * max(states, default=0) > _SMALL * free_memory("cpu")
 
+# %% ../../nbs/api/trial/03_tasks.ipynb #9e3f50a1
+class _Gauge:
+    "Measures once, in a child process, how many parts fit into memory at the same time."
+
+    def __init__(self) -> None:
+        self.job: Job | None = None  # None: it is not needed, or has ended
+        self.is_asked = False  # whether it was looked whether memory may be short
+
+    def begin(
+        self,
+        waiting: Sequence[TaskPart],  # parts of the work, one or more
+        devices: Sequence[str],  # where they will train
+        room: int,  # parts that are to train at a time
+    ) -> None:
+        "Begins to measure, where memory may be short."
+        self.is_asked, start = True, waiting[0][0].start
+        if start is not None and _may_be_short(start, devices, room):
+            share = max(len(part) for part in waiting)
+            arguments = {"devices": devices, "wanted": room, "in_a_part": share}
+            self.job = Job.of("stabilitylab.trial.trial:room_of", start=start.to_dict(), **arguments)
+
+    def poll(self) -> dict | None:  # of `room_of`; None: nothing is measured, or not yet
+        "What was measured, once."
+        state = None if self.job is None else self.job.poll()
+        if state is None or not state.ended:
+            return None
+        self.job = None
+        return state.result if state.phase == "done" else None  # where it failed, the arms will say why
+
+    def cancel(self) -> None:
+        "Stops measuring."
+        if self.job is not None:
+            self.job.cancel()
+
 # %% ../../nbs/api/trial/03_tasks.ipynb #d54e49f3
 class _TaskSettings(Generic[Result]):
     "Folder, arguments and state of the tasks of a trial or a sweep."
@@ -223,8 +257,7 @@ class _TaskSettings(Generic[Result]):
         self._stopped = False
         self._where: dict[TaskPart, str] = {}  # the device of each part that trains
         self._again: Counter = Counter()  # times that a part was begun again
-        self._gauge: Job | None = None  # measures how many parts fit
-        self._is_gauged = False
+        self._gauge = _Gauge()
 
     def folder_of(
         self,
@@ -274,22 +307,13 @@ class _TaskJobs(_TaskSettings[Result]):
         )
 
     def _is_measuring(self) -> bool:
-        "Whether a child process still measures how many parts fit; it is started where memory may be short."
-        if not self._is_gauged and self._waiting:
-            self._is_gauged = True
-            start = self._waiting[0][0].start
-            if self._client is None and start is not None and _may_be_short(start, self.devices, self._room):
-                share = max(len(part) for part in self._waiting)
-                arguments = {"devices": self.devices, "wanted": self._room, "in_a_part": share}
-                self._gauge = Job.of("stabilitylab.trial.trial:room_of", start=start.to_dict(), **arguments)
-        if self._gauge is None:
-            return False
-        state = self._gauge.poll()
-        if state.ended:
-            self._gauge = None
-            if state.phase == "done":  # where it failed, the arms will say why
-                self._take_room(state.result)
-        return not state.ended
+        "Whether a child process still measures how many parts fit; on a cluster its scheduler knows."
+        if self._client is None and self._waiting and not self._gauge.is_asked:
+            self._gauge.begin(self._waiting, self.devices, self._room)
+        answer = self._gauge.poll()
+        if answer is not None:
+            self._take_room(answer)
+        return self._gauge.job is not None
 
     def _take_room(self, answer: dict) -> None:
         "Lowers the number of parts at a time to those that fit; where none does, nothing is trained."
@@ -314,9 +338,8 @@ class _TaskJobs(_TaskSettings[Result]):
 
     def _failures(self) -> tuple[EndedEarly, ...]:
         "The parts that did not finish."
-        return tuple(
-            EndedEarly(part[0].arm.name, _part_name(part), why) for part, why in self._ended.items() if why
-        )
+        failed = ((part, why) for part, why in self._ended.items() if why)
+        return tuple(EndedEarly(part[0].arm.name, _part_name(part), why) for part, why in failed)
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #66e044b9
 class TaskQueue(_TaskJobs[Result]):
@@ -350,7 +373,7 @@ class TaskQueue(_TaskJobs[Result]):
     def cancel(self) -> None:
         "Stops what trains; the curves so far stay, and the same request goes on from there."
         self._stopped = True
-        for job in (*self._jobs.values(), *([self._gauge] if self._gauge else [])):
+        for job in (*self._jobs.values(), self._gauge):
             job.cancel()
         self._folder.unlock()
 

@@ -341,6 +341,18 @@ class ArmLine(widgets.HBox):
         loss = f", loss {row.last:.4g}" if row.share else ""
         self.words.value = f"{row.name}: {row.share:.0%}{loss}{', stopped' if row.is_stopped else ''}"
 
+# %% ../../nbs/api/workbench/06_fixlab.ipynb #e07b41c1
+def _boxes_of(offered: list[Choice], changed: Callable[[], object]) -> list[ChoiceBox]:
+    "A box for each fix; the control and the first others are ticked."
+    first = [choice for choice in offered if not choice.is_control][:_N_TICKED]
+    return [ChoiceBox(choice, changed, choice.is_control or choice in first) for choice in offered]
+
+
+def _further_options(boxes: list[ChoiceBox]) -> list[tuple[str, str]]:
+    "The fixes that are not offered yet, as options below a first one that names none."
+    names = other_fixes([box.choice.name for box in boxes])
+    return [_ANOTHER, *((name, name) for name in names)]
+
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #c276dbee
 class FixOffers(widgets.VBox):
     "The fixes that can be tried, with boxes to tick and their parameters."
@@ -374,10 +386,8 @@ class FixOffers(widgets.VBox):
     ) -> None:
         "Offers these fixes, the first ones and the control ticked."
         self.say("" if offered else _NO_FIX)
-        ticked, self.boxes = [c for c in offered if not c.is_control][:_N_TICKED], []
-        self._add(
-            *(ChoiceBox(choice, self.changed, choice.is_control or choice in ticked) for choice in offered)
-        )
+        self.boxes = []
+        self._add(*_boxes_of(offered, self.changed))
 
     def offer(
         self,
@@ -401,6 +411,5 @@ class FixOffers(widgets.VBox):
     def _add(self, *boxes: ChoiceBox) -> None:
         "Puts boxes below those that are there."
         self.boxes = self.offered.children = [*self.boxes, *boxes]
-        names = other_fixes([box.choice.name for box in self.boxes])
-        refill(self.other, [_ANOTHER, *((name, name) for name in names)], "")
+        refill(self.other, _further_options(self.boxes), "")
         self.changed()

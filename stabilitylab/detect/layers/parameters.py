@@ -26,13 +26,6 @@ from ..phrase import evidence_words
 from ..settings import rate_at
 from ...run.curves import curve, event_texts, group_of
 
-# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #95dcda8c
-def _stands(norms: np.ndarray, row: int) -> bool:
-    "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
-    # a float32 norm beyond 1.8e19 has no float32 square, and a frozen parameter has no gradient
-    total = np.sqrt(np.nansum(np.square(norms.astype(float)), axis=1))
-    return bool((total[row:] < limit("threefold") * total[:row].max()).all())
-
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(
     run: xr.DataTree,  # a record

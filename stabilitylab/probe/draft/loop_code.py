@@ -267,43 +267,53 @@ def _named(draft: Draft, name: str, value: Any) -> str | None:
     return _import(draft, f"from {module} import {qualified}", name, qualified)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #4fef5baa
-class _ScriptValues:
-    "Sources of values that a script computes, and of objects of its classes."
+def _of_other_file(draft: Draft, name: str, value: Any) -> str | None:
+    "A global value of another file of the program, by its import."
+    others = [each for each in local_modules() if each not in ("__main__", main_module())]
+    other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
+    if other is None or name in _OWN_NAMES:
+        return None
+    return _import(draft, f"from {other} import {name}", name, name)
 
-    def __init__(self, draft: Draft, model: nn.Module, frame: types.FrameType | None = None):
-        self.draft, self.model = draft, model
-        draft.model = model
-        self.frame = frame  # of the loop
-        self.makers: list[str] = []  # functions that make other modules
+
+def _global_source(draft: Draft, name: str, value: Any) -> str | None:
+    "A value that the script computes at its top level, or a table in another of its files."
+    main, module = vars(sys.modules["__main__"]), main_module()
+    holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
+    if name in _OWN_NAMES or holds_parameters:
+        return None
+    if main.get(name) is value and isinstance(value, torch.Tensor) and tensor_to_keep(value) is not None:
+        draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
+        on_device = "" if value.device.type == "cpu" else f".to({str(value.device)!r})"
+        return f"kept_values(__file__)[{name!r}]{on_device}"
+    if module is not None and name in assigned_names() and main.get(name) is value:
+        draft.uses_script = True
+        return _import(draft, f"from {module} import {name}", name, name)
+    return _of_other_file(draft, name, value) if isinstance(value, (dict, list, tuple)) else None
+
+
+def _context_source(value: Any) -> str | None:
+    "A context under which a forward pass runs: autocast or none; None for any other value."
+    if isinstance(value, contextlib.nullcontext):
+        return "__import__('contextlib').nullcontext()"
+    if isinstance(value, torch.autocast):
+        return f"torch.autocast({value.device!r}, {value.fast_dtype}, enabled={value._enabled})"
+    return None
+
+# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #2d90b7c1
+class _ModuleSources:
+    "Sources of modules: parts of the model, criteria, and functions that make other networks."
+
+    def __init__(self, draft: Draft, model: nn.Module, frame: types.FrameType | None):
+        self.draft, self.model, self.frame = draft, model, frame
+        self.makers: list[str] = []  # functions that make other networks
         self.submodules = {id(child): name for name, child in model.named_modules() if name}
-        self.depth = 0
-        self.keeper: Any = None  # keeps other models with each batch; None: nothing is kept
 
-    def _global(self, name: str, value: Any) -> str | None:
-        "A value that the script computes at its top level, or a table in another of its files."
-        main, module = vars(sys.modules["__main__"]), main_module()
-        holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
-        if self.depth or name in _OWN_NAMES or holds_parameters:
-            return None
-        if main.get(name) is value and isinstance(value, torch.Tensor) and tensor_to_keep(value) is not None:
-            self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
-            on_device = "" if value.device.type == "cpu" else f".to({str(value.device)!r})"
-            return f"kept_values(__file__)[{name!r}]{on_device}"
-        if module is not None and name in assigned_names() and main.get(name) is value:
-            self.draft.uses_script = True
-            return _import(self.draft, f"from {module} import {name}", name, name)
-        return self._of_other_file(name, value) if isinstance(value, (dict, list, tuple)) else None
-
-    def _of_other_file(self, name: str, value: Any) -> str | None:
-        "A global value of another file of the program, by its import."
-        others = [each for each in local_modules() if each not in ("__main__", main_module())]
-        other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
-        if other is None or name in _OWN_NAMES:
-            return None
-        return _import(self.draft, f"from {other} import {name}", name, name)
-
-    def _module(self, value: nn.Module) -> str | None:
-        "A part of the model, or a criterion: a module without parameters, or with those of the model alone."
+    def source(
+        self,
+        value: nn.Module,  # of the loop
+    ) -> str | None:  # None for a network with parameters of its own
+        "A part of the model, or a module without parameters but the model's, such as a criterion."
         if id(value) in self.submodules:
             return f"model.get_submodule({self.submodules[id(value)]!r})"
         own = {id(p) for p in self.model.parameters()}
@@ -316,9 +326,9 @@ class _ScriptValues:
 
     def maker(
         self,
-        value: nn.Module,  # a module that is not the model itself
-    ) -> str | None:
-        "A function without arguments that makes another module; None where it cannot be written."
+        value: nn.Module,  # a network that is not the model itself
+    ) -> str | None:  # None where it cannot be written
+        "A function without arguments that makes another network."
         lines, _ = model_lines(self.draft, value, self.frame)
         if any("TODO" in line for line in lines):
             return None
@@ -330,8 +340,16 @@ class _ScriptValues:
         return name
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #3e64c2d2
-class ValueSources(_ScriptValues):
+class ValueSources:
     "Sources of the values that a loop uses."
+
+    def __init__(self, draft: Draft, model: nn.Module, frame: types.FrameType | None = None):
+        self.draft, self.model = draft, model
+        draft.model = model
+        self.modules = _ModuleSources(draft, model, frame)
+        self.maker, self.makers = self.modules.maker, self.modules.makers
+        self.is_inside = False  # whether an attribute of an object is looked at
+        self.keeper: Any = None  # keeps other models with each batch; None: nothing is kept
 
     def __call__(self, name: str, value: Any) -> str | None:
         "An expression for a value; None where it has none."
@@ -340,32 +358,30 @@ class ValueSources(_ScriptValues):
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             return _named(self.draft, name, value)
         if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, contextlib.nullcontext):
-            return "__import__('contextlib').nullcontext()"
-        if isinstance(value, torch.autocast):
-            words = f"{value.device!r}, {value.fast_dtype}, enabled={value._enabled}"
-            return f"torch.autocast({words})"
-        source = self.draft.literal(value)
+            return self.modules.source(value)
+        source = _context_source(value)
         if source is None:
-            source = self._owner(name, value)
-        return self._global(name, value) if source is None else source
+            source = self.draft.literal(value)
+        if source is not None or self.is_inside:
+            return source
+        source = self._owner(name, value)
+        return _global_source(self.draft, name, value) if source is None else source
 
     def _owner(self, owner: str, value: Any) -> str | None:
         "An object of a class of the script, by those of its attributes that have a source."
         cls = type(value)
         is_theirs = cls.__module__ in ("__main__", *local_modules())
-        if not is_theirs or not hasattr(value, "__dict__") or self.depth:
+        if not is_theirs or not hasattr(value, "__dict__"):
             return None
         name = _named(self.draft, cls.__name__, cls)
         if name is None:
             return None
-        self.depth += 1
+        self.is_inside = True
         parts = {key: part for key, part in vars(value).items() if key.isidentifier()}
         sources = {key: self._attribute(owner, key, part) for key, part in parts.items()}
-        self.depth -= 1
+        self.is_inside = False
         # what cannot be written whole is left to the file that makes it
-        imported = self._of_other_file(owner, value) if None in sources.values() else None
+        imported = _of_other_file(self.draft, owner, value) if None in sources.values() else None
         if imported is not None:
             return imported
         self.draft.imports.add("from stabilitylab.replay.script import stand_in")
@@ -379,7 +395,7 @@ class ValueSources(_ScriptValues):
         source = None if isinstance(value, types.ModuleType) else self(name, value)
         if source is not None or self.keeper is None or not isinstance(value, nn.Module):
             return source
-        return self.keeper.line_of(f"{owner}_{name}", f"{owner}.{name}", value)
+        return self.keeper.kept_source(f"{owner}_{name}", f"{owner}.{name}", value)
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #a095ae75
 _FROM_PARTS = "Put together from its parts: what its class was given could not all be seen."

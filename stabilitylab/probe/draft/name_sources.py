@@ -171,138 +171,37 @@ def _looked_up(node: ast.Call | ast.Subscript) -> ast.expr | None:
     is_chain = all(part.isidentifier() for part in word.split("."))
     return ast.parse(word, mode="eval").body if is_chain and (is_eval or "." not in word) else None
 
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #8cf2051c
-class _Chains(ast.NodeTransformer):
-    "Puts sources in place of chains of attributes, such as `self.config.dtype`."
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #7c41a0e2
+def _constant(
+    node: ast.Call | ast.Subscript, scope: dict[str, Any], bound: set[str], makes_model: bool
+) -> ast.expr | None:
+    "What an expression is in all of a run: a length, torch's autocast, a number of the data; else None."
+    # data differs from batch to batch; what the model was made from does not
+    number = _number_of_data(node, scope) if makes_model else None
+    if number is not None:
+        return ast.Constant(number)
+    if not isinstance(node, ast.Call):
+        return None
+    autocast = _framework_autocast(node, scope)
+    if autocast is not None:
+        return ast.parse(autocast, mode="eval").body
+    name = _name_in_len(node)
+    values = scope.get(name)
+    return ast.Constant(len(values)) if isinstance(values, (list, tuple)) and name not in bound else None
 
-    def __init__(
-        self,
-        scope: dict,
-        model: torch.nn.Module,
-        value_source: ValueSource,
-        parts: dict[str, str],
-        keeper: "Keeper",
-    ):
-        self.scope, self.model, self.value_source, self.parts = scope, model, value_source, parts
-        self.keeper = keeper  # of values that have no source
-        self.is_model = False  # whether the statements make the model, from data that stays
-        self.early: dict[str, None] = {}  # chains that hold results of earlier forward passes
-        self.bound: set[str] = set()  # names that the statements set
-        self.new_names: dict[str, str] = {}  # new name -> source
-
-    def visit_Attribute(
-        self,
-        node: ast.Attribute,  # a chain such as `self.config.dtype`
-    ) -> ast.AST:
-        "A chain that begins with an object of the loop, by what it leads to."
-        root = root_name(node)
-        if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
-            return self.generic_visit(node)
-        value = value_at(node, self.scope)
-        if value is None and node.attr in _FRAMEWORK_CONSTANTS:
-            owner: Any = value_at(node.value, self.scope)
-            value = getattr(owner, node.attr, None) if _is_of_framework(owner) else None
-        if is_same_model(value, self.model):
-            return ast.Name("model", ast.Load())
-        if is_same_model(self.scope.get(root), self.model) and _has_graph(value):
-            self.early[ast.unparse(node)] = None
-        if isinstance(node.ctx, ast.Load) and not isinstance(value, (types.MethodType, type(None))):
-            source = self._source(node, value)
-            if source is not None:
-                return source
-        return self.generic_visit(node)
-
-    def _source(self, node: ast.Attribute, value: Any) -> ast.AST | None:
-        "The value of a chain: a constant in its place, anything else under a name of its own."
-        if is_same_model(self.scope.get(root_name(node) or ""), self.model):
-            return None
-        source = self.value_source(node.attr, value)
-        if source is not None and isinstance(value, PLAIN):
-            return ast.parse(source, mode="eval").body
-        is_free = node.attr not in self.scope | self.new_names
-        name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
-        if source is None:
-            source = self.keeper.line_of(name, ast.unparse(node), value)
-        if source is None:
-            return None
-        self.new_names[name] = source
-        return ast.Name(name, ast.Load())
-
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
-class _Inline(_Chains):
-    "Puts the model, the batch and constants in place of the names of a loop."
-
-    def visit(
-        self,
-        node: ast.AST,  # any part of the loop's source
-    ) -> Any:
-        "A part of the batch by its place in the batch; anything else by its kind."
-        if isinstance(node, ast.expr) and not isinstance(getattr(node, "ctx", ast.Load()), ast.Store):
-            replacement = self.parts.get(ast.dump(node))
-            if replacement is not None:
-                return ast.parse(replacement, mode="eval").body
-        return super().visit(node)
-
-    def visit_Name(
-        self,
-        node: ast.Name,  # a name that is read or set
-    ) -> ast.AST:
-        "The model by its name in the draft."
-        is_free = isinstance(node.ctx, ast.Load) and node.id not in self.bound
-        if is_free and is_same_model(self.scope.get(node.id), self.model):
-            return ast.Name("model", ast.Load())
-        return node
-
-    def visit_IfExp(
-        self,
-        node: ast.IfExp,  # a conditional expression
-    ) -> ast.AST:
-        "The branch that a setting of the loop chooses; the other one is never run."
-        self.generic_visit(node)
-        if not isinstance(node.test, ast.Constant):
-            return node
-        return node.body if node.test.value else node.orelse
-
-    def visit_Subscript(
-        self,
-        node: ast.Subscript,  # such as `x.shape[1]`
-    ) -> ast.AST:
-        "A number of the data, such as `x.shape[1]`, as a constant where the model is made."
-        number = _number_of_data(node, self.scope) if self.is_model else None
-        return self._by_string(node) if number is None else ast.Constant(number)
-
-    def _by_string(self, node: ast.Call | ast.Subscript) -> ast.AST:
-        "An expression by its parts; what it looks up by a string, as what it is."
-        self.generic_visit(node)
-        expression = _looked_up(node)
-        return node if expression is None else self.visit(expression)
-
-    def visit_Call(
-        self,
-        node: ast.Call,  # any call
-    ) -> ast.AST:
-        "The length of a list of the loop as a number; any other call by its parts."
-        number = _number_of_data(node, self.scope) if self.is_model else None
-        if number is not None:
-            return ast.Constant(number)
-        autocast = _framework_autocast(node, self.scope)
-        if autocast is not None:
-            return ast.parse(autocast, mode="eval").body
-        name = _name_in_len(node)
-        values = self.scope.get(name)
-        if isinstance(values, (list, tuple)) and name not in self.bound:
-            return ast.Constant(len(values))
-        return self._by_string(node)
-
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
-def _has_graph(value: Any) -> bool:
-    "Whether a value holds results of a forward pass, a gradient still to be taken through them."
-    is_data = isinstance(value, (torch.Tensor, list, tuple, dict))
-    return is_data and any(tensor.grad_fn is not None for tensor in tensors_of(value))
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #7c41a0e6
+def _source_line(name: str, scope: dict[str, Any], value_source: ValueSource) -> tuple[list[str], list[str]]:
+    "The line that sets a name, if it needs one; what has no source."
+    source = value_source(name, scope[name]) if name in scope else None
+    if source is None:
+        kind = type(scope.get(name)).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        return [], [f"`{name}`, {article} {kind} of the loop"]
+    return [] if source == name else [f"{name} = {source}"], []
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #cefa4ee3
 class Keeper:
-    "Writes lines for values that have no source and are kept with each batch."
+    "Sources for the values of a loop; what has none is kept with each batch."
 
     def __init__(
         self,
@@ -311,13 +210,36 @@ class Keeper:
     ):
         self.value_source, self.values = value_source, values
 
-    def line_of(
+    def name_lines(
+        self,
+        name: str,  # of the loop
+        scope: dict[str, Any],  # name -> value
+    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
+        "The line that sets a name, to its source or else to a kept value."
+        line, absent = _source_line(name, scope, self.value_source)
+        return self.kept_line(name, scope.get(name), absent[0].partition(", ")[2]) if absent else (line, [])
+
+    def kept_line(
+        self,
+        name: str,  # of the loop
+        value: Any,  # that it has
+        words: str,  # why it needs to be kept
+    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
+        "The line that sets a name to a kept value."
+        source = self.kept_source(name, name, value)
+        if source is None:
+            is_data = not lost_parts(batch_form(value))
+            advice = "give it to `recorder.batch`" if is_data else "write the line that makes it into `loss`"
+            return [], [f"`{name}`, {words}: {advice}"]
+        return [f"{name} = {source}"], []
+
+    def kept_source(
         self,
         name: str,  # under which it is kept
         expression: str,  # of the loop
         value: Any,  # that it has
     ) -> str | None:  # None where it cannot be kept
-        "An expression for a kept value."
+        "The expression by which a draft reads a kept value."
         source = f"{LOOP}[{name!r}]"
         if isinstance(value, torch.nn.Module):
             make = getattr(self.value_source, "maker", lambda value: None)(value)
@@ -326,45 +248,126 @@ class Keeper:
                 return None
         return source if self.values.take(name, expression, value) else None
 
-    def name_lines(
-        self,
-        name: str,  # of the loop
-        scope: dict[str, Any],  # name -> value
-    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
-        "The same for a name that has a source, or a value that can be kept."
-        line, absent = _name_lines(name, scope, self.value_source)
-        return self.lines_of(name, scope.get(name), absent[0].partition(", ")[2]) if absent else (line, [])
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
+def _has_graph(value: Any) -> bool:
+    "Whether a value holds results of a forward pass, a gradient still to be taken through them."
+    is_data = isinstance(value, (torch.Tensor, list, tuple, dict))
+    return is_data and any(tensor.grad_fn is not None for tensor in tensors_of(value))
 
-    def lines_of(
+
+def _chain_value(node: ast.Attribute, scope: dict[str, Any]) -> Any:
+    "What a chain of attributes leads to, of a framework's properties only those that never change."
+    value = value_at(node, scope)
+    if value is not None or node.attr not in _FRAMEWORK_CONSTANTS:
+        return value
+    owner: Any = value_at(node.value, scope)
+    return getattr(owner, node.attr, None) if _is_of_framework(owner) else None
+
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #8cf2051c
+class _ChainSources:
+    "Sources of chains of attributes, such as `self.config.dtype`."
+
+    def __init__(self, scope: dict[str, Any], model: torch.nn.Module, keeper: Keeper):
+        self.scope, self.model, self.keeper = scope, model, keeper
+        self.early: dict[str, None] = {}  # chains that hold results of earlier forward passes
+        self.new_names: dict[str, str] = {}  # name in the draft of what a chain leads to -> its source
+
+    def replacement(
         self,
-        name: str,  # of the loop
-        value: Any,  # that it has
-        words: str,  # why it needs to be kept
-    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
-        "The line that sets a name to a kept value."
-        source = self.line_of(name, name, value)
+        node: ast.Attribute,  # a chain that begins with a name of the loop
+    ) -> ast.expr | None:  # None where the chain stays as it is
+        "What takes the place of a chain, by what it leads to."
+        value = _chain_value(node, self.scope)
+        if is_same_model(value, self.model):
+            return ast.Name("model", ast.Load())
+        is_of_model = is_same_model(self.scope.get(root_name(node) or ""), self.model)
+        if is_of_model and _has_graph(value):
+            self.early[ast.unparse(node)] = None
+        is_data = not isinstance(value, (types.MethodType, type(None)))
+        is_read = isinstance(node.ctx, ast.Load)
+        return self._source(node, value) if is_read and is_data and not is_of_model else None
+
+    def _source(self, node: ast.Attribute, value: Any) -> ast.expr | None:
+        "A constant in its place, anything else under a name of its own."
+        source = self.keeper.value_source(node.attr, value)
+        if source is not None and isinstance(value, PLAIN):
+            return ast.parse(source, mode="eval").body
+        is_free = node.attr not in self.scope | self.new_names
+        name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
         if source is None:
-            is_data = not lost_parts(batch_form(value))
-            advice = "give it to `recorder.batch`" if is_data else "write the line that makes it into `loss`"
-            return [], [f"`{name}`, {words}: {advice}"]
-        return [f"{name} = {source}"], []
+            source = self.keeper.kept_source(name, ast.unparse(node), value)
+        if source is None:
+            return None
+        self.new_names[name] = source
+        return ast.Name(name, ast.Load())
+
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #7c41a0e9
+def _chosen_branch(node: ast.IfExp) -> ast.expr:
+    "The branch of a conditional expression that a constant chooses; the expression itself for any other."
+    if not isinstance(node.test, ast.Constant):
+        return node
+    return node.body if node.test.value else node.orelse
+
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
+class _Inline(ast.NodeTransformer):
+    "Puts the model, the batch and constants in place of the names of a loop."
+
+    def __init__(self, chains: _ChainSources, parts: dict[str, str], bound: set[str], makes_model: bool):
+        self.chains, self.scope, self.model = chains, chains.scope, chains.model
+        self.parts = parts  # dump of an expression -> which part of the batch it is
+        self.bound, self.makes_model = bound, makes_model  # names that they set; whether they make the model
+
+    def visit(
+        self,
+        node: ast.AST,  # any part of the loop's source
+    ) -> Any:
+        "A part of the batch by its place in the batch; anything else by its kind."
+        is_read = isinstance(node, ast.expr) and not isinstance(getattr(node, "ctx", None), ast.Store)
+        part = self.parts.get(ast.dump(node)) if is_read else None
+        return super().visit(node) if part is None else ast.parse(part, mode="eval").body
+
+    def visit_Name(
+        self,
+        node: ast.Name,  # a name that is read or set
+    ) -> ast.AST:
+        "The model by its name in the draft."
+        is_free = isinstance(node.ctx, ast.Load) and node.id not in self.bound
+        is_model = is_free and is_same_model(self.scope.get(node.id), self.model)
+        return ast.Name("model", ast.Load()) if is_model else node
+
+    def visit_Attribute(
+        self,
+        node: ast.Attribute,  # a chain such as `self.config.dtype`
+    ) -> ast.AST:
+        "A chain that begins with an object of the loop, by what it leads to."
+        root = root_name(node)
+        is_other = root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType)
+        replacement = None if is_other else self.chains.replacement(node)
+        return self.generic_visit(node) if replacement is None else replacement
+
+    def visit_Call(
+        self,
+        node: ast.Call | ast.Subscript,  # such as `len(layers)` or `x.shape[1]`
+    ) -> ast.AST:
+        "A constant, what a string names, or the same with its parts replaced."
+        constant = _constant(node, self.scope, self.bound, self.makes_model)
+        if constant is not None:
+            return constant
+        self.generic_visit(node)
+        looked_up = _looked_up(node)
+        return node if looked_up is None else self.visit(looked_up)
+
+    visit_Subscript = visit_Call
+
+    def visit_IfExp(
+        self,
+        node: ast.IfExp,  # a conditional expression
+    ) -> ast.AST:
+        "The branch that a setting of the loop chooses; the other one is never run."
+        self.generic_visit(node)
+        return _chosen_branch(node)
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #bac5c695
-def _is_counted(name: str, scope: dict[str, Any], loops: set[str]) -> bool:
-    "Whether a name is a number that a loop sets."
-    return name in loops and isinstance(scope.get(name), (int, float, torch.Tensor))
-
-
-def _name_lines(name: str, scope: dict[str, Any], value_source: ValueSource) -> tuple[list[str], list[str]]:
-    "(the line that sets a name, if it needs one; what has no source)."
-    source = value_source(name, scope[name]) if name in scope else None
-    if source is None:
-        kind = type(scope.get(name)).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        return [], [f"`{name}`, {article} {kind} of the loop"]
-    return [] if source == name else [f"{name} = {source}"], []
-
-
 def _nested_function(name: str, scope: dict[str, Any]) -> Source | None:
     "A function that was written inside of another one, by its name here, with the values around it."
     function = scope.get(name)
@@ -395,6 +398,22 @@ def _signature(function: types.FunctionType) -> str:
     bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #7c41a0ec
+def _is_counted(name: str, scope: dict[str, Any], loops: set[str]) -> bool:
+    "Whether a name is a number that a loop sets."
+    return name in loops and isinstance(scope.get(name), (int, float, torch.Tensor))
+
+
+def _line_of(
+    name: str, is_changing: bool, scope: dict[str, Any], named_parts: dict[str, str], keeper: Keeper
+) -> tuple[list[str], list[str]]:
+    "The line that sets a name, if it needs one; what has no source."
+    if name in named_parts:
+        return [f"{name} = {named_parts[name]}"], []
+    if is_changing:
+        return keeper.kept_line(name, scope.get(name), "which changes from step to step")
+    return keeper.name_lines(name, scope)
+
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #e4c3f8ea
 def resolved_lines(
     statements: list[ast.stmt],  # of a loop
@@ -404,40 +423,34 @@ def resolved_lines(
     named_parts: dict[str, str],  # name -> which part of the batch it is
     parts: dict[str, str],  # dump of an expression -> which part of the batch it is
     loops: set[str],  # names that the loops around set
-    keeper: "Keeper | None" = None,  # of values without a source; None: nothing is kept, a model is made
+    keeper: Keeper | None = None,  # of values without a source; None: nothing is kept, a model is made
 ) -> tuple[list[str], list[str]]:  # lines that stand by themselves, what has no source
     "Statements with a source for every name."
-    inline = _Inline(scope, model, value_source, parts, keeper or Keeper(value_source, LoopValues({})))
-    inline.is_model, keeper = keeper is None, inline.keeper
-    inline.bound = {name for statement in statements for name in stored_names(statement)} | set(named_parts)
+    chains = _ChainSources(scope, model, keeper or Keeper(value_source, LoopValues({})))
+    bound = {name for statement in statements for name in stored_names(statement)} | set(named_parts)
+    inline = _Inline(chains, parts, bound, makes_model=keeper is None)
     statements = [inline.visit(copy.deepcopy(statement)) for statement in statements]
     lines: list[str] = []
     missing: list[str] = []
-    functions: list[ast.stmt] = []
-    done: set[str] = {"model", "batch", *inline.new_names}
-    program_names = {*scope, *named_parts}
+    functions: list[ast.stmt] = []  # of the program, written out
+    done = {"model", "batch", *chains.new_names}
     while True:
         # until nothing is open: a function that is written out brings names of its own
-        names, later = free_names([*functions, *statements], program_names)
+        names, changing = free_names([*functions, *statements], {*scope, *named_parts})
         pending = [name for name in names if name not in done]
         if not pending:
             break
         done.update(pending)
         for name in pending:
-            if name in named_parts:
-                lines.append(f"{name} = {named_parts[name]}")
-            elif name in later or _is_counted(name, scope, loops):
-                line, absent = keeper.lines_of(name, scope.get(name), "which changes from step to step")
-                lines += line
-                missing += absent
-            elif (nested := _nested_function(name, scope)) is not None:
+            is_changing = name in changing or _is_counted(name, scope, loops)
+            nested = None if name in named_parts or is_changing else _nested_function(name, scope)
+            if nested is not None:
                 scope.update({**nested.scope, **scope})
-                program_names |= nested.scope.keys()
                 functions.insert(0, inline.visit(nested.body[0]))
-            else:
-                line, absent = keeper.name_lines(name, scope)
-                lines += line
-                missing += absent
-    lines += [f"{name} = {source}" for name, source in inline.new_names.items()]
-    missing += [f"`{chain}`, computed before `recorder.batch`: call it earlier" for chain in inline.early]
+                continue
+            line, absent = _line_of(name, is_changing, scope, named_parts, chains.keeper)
+            lines += line
+            missing += absent
+    lines += [f"{name} = {source}" for name, source in chains.new_names.items()]
+    missing += [f"`{chain}`, computed before `recorder.batch`: call it earlier" for chain in chains.early]
     return lines + [ast.unparse(ast.fix_missing_locations(s)) for s in [*functions, *statements]], missing

@@ -230,10 +230,11 @@ def padding_rows(
 ) -> list[str]:  # lines; [] where its configuration still names the padding that it was built with
     "Lines that give embeddings their padding again, as a Trainer takes that of its tokenizer later."
     of_config = getattr(getattr(model, "config", None), "pad_token_id", None)
-    if of_config is None or not hasattr(model, "get_input_embeddings"):
+    input_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    if of_config is None or input_embeddings is None:
         return []
     embeddings = {n: part for n, part in model.named_modules() if isinstance(part, torch.nn.Embedding)}
-    first = model.get_input_embeddings()
+    first = input_embeddings()
     padded = {n: part for n, part in embeddings.items() if part is first or part.padding_idx is not None}
     changed = {name: part.padding_idx for name, part in padded.items() if part.padding_idx != of_config}
     return [

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,6 +64,12 @@ class StepCounter:
     ) -> np.ndarray | None:  # int64, one a line; None: the lines have none
         "The steps of one table."
         return None if self.step is None else self.step[np.searchsorted(self.order, table.order)]
+
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #c35e8d08
+def _median(value: np.ndarray) -> float:
+    "The median of values without a NaN; of few of them six times as fast as NumPy's."
+    ordered, half = np.sort(value), len(value) // 2
+    return float(ordered[half] if len(value) % 2 else 0.5 * (ordered[half - 1] + ordered[half]))
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #b97ee09d
 def _with_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
@@ -167,16 +174,24 @@ def _begins_anew(value: np.ndarray, ends: np.ndarray) -> bool:
     return bool(np.median(jumps) >= _MEAN_JUMP * late and early > late)
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #2c790717
+class _Lines(NamedTuple):
+    "The lines of one layout, with the numbers in them that count."
+
+    table: LineTable
+    step: Slot | None
+    epoch: Slot | None
+
+    @property
+    def group(self) -> tuple:
+        "What lines must share to be counted together."
+        name = None if self.step is None else "_".join(split_words(self.step.name)) or "#"
+        return name, self.epoch is not None, self.table.is_evaluation, self.table.is_row
+
+
 def _concatenated(parts: list[np.ndarray | None], by_position: np.ndarray) -> np.ndarray | None:
     "Values of several tables in the order of the file; None where one of the tables has none."
     present = [part for part in parts if part is not None]
     return np.concatenate(present)[by_position] if len(present) == len(parts) else None
-
-
-def _key(table: LineTable, step: Slot | None, epoch: Slot | None) -> tuple:
-    "What tables must share to be counted together."
-    step_name = None if step is None else "_".join(split_words(step.name)) or "#"
-    return step_name, epoch is not None, table.is_evaluation, table.is_row
 
 
 def _unrounded(count: np.ndarray, factor: np.ndarray) -> np.ndarray:
@@ -187,13 +202,10 @@ def _unrounded(count: np.ndarray, factor: np.ndarray) -> np.ndarray:
     even = count[0] + np.median(np.diff(count[is_exact])) * np.arange(len(count))
     return even if (np.abs(even - count) <= np.where(is_exact, 0, factor)).all() else count
 
-
-_Member = tuple[LineTable, Slot | None, Slot | None]  # a table, the slot of its step, the slot of its epoch
-
-
-def _counted_alone(members: list[_Member]) -> StepCounter | None:
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #c35e8d07
+def _counted_alone(group: list[_Lines]) -> StepCounter | None:
     "The steps of one line, as most groups of free text have; None for others, or where an epoch has a total."
-    (table, step, epoch), *more = members
+    (table, step, epoch), *more = group
     if more or len(table.order) > 1 or step is None or (epoch is not None and step.has_total):
         return None
     label = step.name or _UNNAMED_COUNT
@@ -211,33 +223,39 @@ def _epochs_above(
     return nearest_steps(order, headers).astype(float)
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #c248e002
-def _without_partial_means(
-    counter: StepCounter, count: np.ndarray, total: np.ndarray | None, by_position: np.ndarray
+def _by_own_count(
+    lines: StepCounter,  # without steps
+    counted: list[tuple[LineTable, Slot]],  # of these lines: the count of each table
+    by_position: np.ndarray,  # index that puts the tables' lines into the order of the file
+    headers: StepCounter | None,  # lines that name the epochs of others; None: none
 ) -> StepCounter:
-    "The lines of a counter; those that end an epoch where the others show the mean since it began."
+    "Lines with the steps that their own count gives."
+    count = np.concatenate([slot.value for _, slot in counted])[by_position]
+    total = _concatenated([table.totals(slot) for table, slot in counted], by_position)
+    factors = [np.full(len(slot.value), unit_factor(slot.name, slot.unit)) for _, slot in counted]
+    count = _unrounded(count, np.concatenate(factors)[by_position])
+    name = counted[0][1].name
+    epoch = _epochs_above(lines.order, lines.epoch, total, headers)
+    step, description = steps_from_count(count, epoch, total, name)
+    counter = StepCounter(
+        lines.tables, step.astype(np.int64), lines.order, epoch, description, "step", bool(name)
+    )
     ends = _ends_of_means(counter.tables, count, total, by_position)
     return counter if ends is None else counter.select(ends)
 
 
-def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
-    "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
-    tables = [table for table, _, _ in members]
+def _counted(group: list[_Lines], headers: StepCounter | None = None) -> StepCounter:
+    "The lines of a group with their steps: by a count of their own, by their epoch, or none."
+    tables = [lines.table for lines in group]
     order = np.concatenate([table.order for table in tables])
     by_position = np.argsort(order, kind="stable")
     order = order[by_position]
-    epoch = _concatenated([None if slot is None else slot.value for _, _, slot in members], by_position)
-    counted = [(table, slot) for table, slot, _ in members if slot is not None]
+    epoch = _concatenated([None if slot is None else slot.value for _, _, slot in group], by_position)
+    counted = [(table, slot) for table, slot, _ in group if slot is not None]
     are_complete = all(is_complete(table, slot) for table, slot in counted)
-    if counted and not (are_complete and len(order) > 1):  # lines with a count of their own
-        count = np.concatenate([slot.value for _, slot in counted])[by_position]
-        total = _concatenated([table.totals(slot) for table, slot in counted], by_position)
-        factors = [np.full(len(slot.value), unit_factor(slot.name, slot.unit)) for _, slot in counted]
-        count = _unrounded(count, np.concatenate(factors)[by_position])
-        name = counted[0][1].name
-        epoch = _epochs_above(order, epoch, total, headers)
-        step, description = steps_from_count(count, epoch, total, name)
-        counter = StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
-        return _without_partial_means(counter, count, total, by_position)
+    if counted and not (are_complete and len(order) > 1):
+        uncounted = StepCounter(tables, None, order, epoch, "", "", False)
+        return _by_own_count(uncounted, counted, by_position, headers)
     # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
     if epoch is not None and is_count(epoch) and (np.diff(epoch, prepend=-1) != 0).mean() > 0.6:
         return StepCounter(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
@@ -249,23 +267,23 @@ def count_steps(
     chosen: str | None = None,  # name of the count that a user asked for; None: detected
 ) -> list[StepCounter]:  # the tables grouped by their count
     "The steps that the lines of a log carry themselves."
-    groups: dict[tuple, list[_Member]] = {}
+    groups: dict[tuple, list[_Lines]] = {}
     tables = list(tables)
     totals = {outer_total(table) for table in tables} - {None}
     for table in tables:
         epoch = epoch_slot(table) or outer_bar(table, totals)
-        step = step_slot(table, epoch, chosen)
-        groups.setdefault(_key(table, step, epoch), []).append((table, step, epoch))
-    counters = {key: _counted_alone(members) or _counted(members) for key, members in groups.items()}
+        lines = _Lines(table, step_slot(table, epoch, chosen), epoch)
+        groups.setdefault(lines.group, []).append(lines)
+    counters = {key: _counted_alone(group) or _counted(group) for key, group in groups.items()}
     headers = _epochs_that_begin_again(groups.values())
     if headers is not None:  # several launches in one file: a count alone would go on over all of them
         counters |= {
-            key: _counted(members, headers) for key, members in groups.items() if counters[key].epoch is None
+            key: _counted(group, headers) for key, group in groups.items() if counters[key].epoch is None
         }
     return list(counters.values())
 
 
-def _epochs_that_begin_again(groups: Iterable[list[_Member]]) -> StepCounter | None:
+def _epochs_that_begin_again(groups: Iterable[list[_Lines]]) -> StepCounter | None:
     "The lines that name the epochs of others and fall back to the first one; None where no epoch falls."
     falling: list[tuple[LineTable, np.ndarray]] = []
     for table, step, epoch in itertools.chain.from_iterable(groups):
@@ -279,12 +297,6 @@ def _epochs_that_begin_again(groups: Iterable[list[_Member]]) -> StepCounter | N
     return StepCounter([table], epochs.astype(np.int64), table.order, epochs, "epoch", "epoch", True)
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #cb2f57e8
-def _median(value: np.ndarray) -> float:
-    "The median of values without a NaN; of few of them six times as fast as NumPy's."
-    ordered, half = np.sort(value), len(value) // 2
-    return float(ordered[half] if len(value) % 2 else 0.5 * (ordered[half - 1] + ordered[half]))
-
-
 def nearest_steps(
     order: np.ndarray,  # (n,) positions of lines without a step
     counter: StepCounter,  # lines with steps
