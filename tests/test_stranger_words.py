@@ -60,6 +60,13 @@ def test_a_loss_around_zero_that_changes_its_sign_is_not_said_to_learn_nothing()
     assert find_not_learning(run_of(loss=3 + loss)) != []
 
 
+def test_a_loss_that_came_back_to_a_little_above_its_first_value_began_at_that_value():
+    loss = np.r_[491.8, 2.2e5, 3.1e13, 3.2e13, np.full(396, 498.2)]
+    (still,) = find_not_learning(run_of(loss=loss))
+    assert (still.evidence["first"], still.evidence["drop"]) == (491.8, 0.0)
+    assert still.evidence["best"] == pytest.approx(498.2)
+
+
 GRADIENTS = [[0.15, 0.26, 0.12], [0.16, 0.29, 0.13], [0.17, 0.30, 0.14], [1.15, 0.64, 1.27]]
 
 

@@ -334,6 +334,21 @@ def test_a_trainer_that_opens_the_accelerators_autocast_itself_is_replayed():
     assert trainer_loss(trainer_like(Policy, model), {"x": x}).equal(model(x).sum())
 
 
+def test_a_trainer_whose_own_batches_count_their_items_is_given_the_count():
+    class Policy:
+        def compute_loss(self, model, inputs, num_items_in_batch=None):
+            return model(**inputs).sum() / inputs["num_items_in_batch"]
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    model, batch = Net(2, 1), {"x": torch.ones(3, 2), "num_items_in_batch": torch.tensor(3)}
+    assert trainer_loss(trainer_like(Policy, model), batch).equal(model(batch["x"]).sum() / 3)
+    with pytest.raises(KeyError, match="num_items_in_batch"):
+        trainer_loss(trainer_like(Policy, model), {"x": batch["x"]})
+
+
 @pytest.mark.parametrize(("built_with", "of_tokenizer"), [(0, 1), (None, 1), (1, 1)])
 def test_the_padding_that_a_model_was_built_with_is_kept_where_its_configuration_changes(
     built_with, of_tokenizer

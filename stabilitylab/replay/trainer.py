@@ -62,13 +62,27 @@ def trainer_like(
     return stand_in(cls, **(own | attributes))
 
 # %% ../../nbs/api/replay/09_trainer.ipynb #49115e0a
+class _Inputs(dict):
+    "What a loss is given: the count of items is no input of the model, but some losses read it there."
+
+    def __init__(self, batch: dict):
+        super().__init__(batch)
+        self.items_in_batch = self.pop("num_items_in_batch", None)
+
+    def __missing__(self, key: str) -> Any:
+        "The count of items, for a trainer whose own batches bring it."
+        if key == "num_items_in_batch" and self.items_in_batch is not None:
+            return self.items_in_batch
+        raise KeyError(key)
+
+
 def trainer_loss(
     trainer: Any,  # result of `trainer_like`
     batch: dict,  # input of `compute_loss`, with `num_items_in_batch` of the whole step
 ) -> torch.Tensor:
     "The trainer's loss for one micro-batch."
-    inputs, items = dict(batch), batch.get("num_items_in_batch")
-    inputs.pop("num_items_in_batch", None)
+    inputs = _Inputs(batch)
+    items = inputs.items_in_batch
     names = inspect.signature(type(trainer).compute_loss).parameters
     takes_items = "num_items_in_batch" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
     words = {"num_items_in_batch": items} if takes_items else {}
