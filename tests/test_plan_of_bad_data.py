@@ -98,7 +98,7 @@ def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_dat
         (0.5, 0.2, None, ""),
         (15.0, 0.0, 0.033, "15 times the largest usual: they go to half"),
         (15.0, 0.1, 0.033, "15 times the largest usual: they go to half"),
-        (2.5, 0.34, 0.029, "the first steps go from 0.34 to 0.01 times the weights"),
+        (2.5, 0.34, 0.029, "the first steps go from 0.34 to 0.01 times the weights after them"),
     ],
 )
 def test_a_rate_far_beyond_the_usual_is_lowered_to_a_usual_one(excess, early, factor, words):

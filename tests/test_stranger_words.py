@@ -42,6 +42,7 @@ from stabilitylab.replay.user_code import faults_in_one_line, theirs
 from stabilitylab.report import content
 from stabilitylab.report.content import run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text, step_text
+from stabilitylab.report.terminal import run_text
 from stabilitylab.run.curves import TRAINED_BESIDE
 from stabilitylab.run.record import open_run
 from stabilitylab.run.recording import opened
@@ -319,6 +320,13 @@ def test_a_parameter_of_a_module_that_is_never_called_is_a_note():
     assert (lost.severity, lost.modules) == ("warning", ("cut.weight",))
     assert (uncalled.severity, uncalled.modules) == ("info", ("spare.weight",))
     assert "1 parameter of a module that the forward pass never calls gets no gradient" in explain(uncalled)
+
+
+def test_a_slow_machine_is_explained_only_where_nothing_else_is_to_be():
+    slow, spike = Finding("throughput_drop", "warning", 3, 9), Finding("loss_spike", "warning", 5)
+    text = run_text(run_of([3.0, 2.0]), Findings([slow, spike]))
+    assert "stabilitylab explain loss_spike" in text and "explain throughput_drop" not in text
+    assert "explain throughput_drop" in run_text(run_of([3.0, 2.0]), Findings([slow]))
 
 
 def test_a_warning_of_a_program_that_is_built_several_times_is_printed_once():

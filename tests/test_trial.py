@@ -236,7 +236,7 @@ def test_losses_capped_on_both_sides_cannot_be_compared():
     curves = [made(arm, s, noisy(level, s)) for arm, level in levels.items() for s in range(3)]
     verdicts = verdicts_of(arms, curves, 4.8)
     words = trial_words(TrialResult(Start(function="a:b"), 60, verdicts, curves, True))
-    assert [verdict.capped for verdict in verdicts] == [0, 3, 3]
+    assert [verdict.capped for verdict in verdicts] == [3, 3, 3]
     assert "near cannot be compared" in words and "+0" not in words and "far does not help: it" not in words
 
 
@@ -251,6 +251,17 @@ def test_losses_capped_on_both_sides_show_no_gain_where_failures_decide_nothing(
     words = trial_words(TrialResult(Start(function="a:b"), 60, verdicts, curves, True))
     assert verdicts[1].capped == 3 and verdicts[1].diverged < verdicts[0].diverged
     assert "fix cannot be compared" in words and "would show" not in words and "+0" not in words
+
+
+def test_a_loss_of_the_run_unchanged_that_is_capped_is_said_to_count_as_the_initial_one():
+    "498.153 stood beside 1.693 with an effect of -490.1, from the initial loss of 491.8."
+    arms, levels = [Arm(), Arm(({"name": "fix"},))], {"unchanged": 498.0, "fix": 1.7}
+    curves = [made(arm, s, noisy(levels[arm], s)) for arm in levels for s in range(3)]
+    for start, is_said in ((491.8, True), (600.0, False)):
+        verdicts = verdicts_of(arms, curves, start)
+        words = trial_words(TrialResult(Start(function="a:b"), 60, verdicts, curves, True))
+        assert ("ends above the initial loss on 3 of 3 seeds, which counts as" in words) == is_said
+        assert verdicts[1].effect == pytest.approx(1.7 - min(start, 498.0), abs=2.0)
 
 
 @pytest.mark.slow  # trains in processes

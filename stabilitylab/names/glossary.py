@@ -129,7 +129,7 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "grad_below_epsilon": "gradients are smaller than the optimizer's epsilon",
     "update_lost_to_rounding": "weight updates are smaller than half a unit in the last place of the weights",
     "dead_units": "the output of a module stays zero nearly everywhere",
-    "dead_network": "many parameters get no gradient, and the loss stays at its first value",
+    "dead_network": "many parameters get no gradient, and the loss ends near its first value",
     "init_too_large": "the first loss is far above that of a guess: the first weights are too wide",
     "optimizer_state_reset": "an ordinary gradient made a giant update, as when the moments are lost",
     "bad_batch_values": "the values of a batch are far out of the range of the others",

@@ -53,6 +53,8 @@ def _count_samples(part: Any, dim: int = 0) -> int:
     map_leaves(
         lambda leaf: sizes.update(leaf.shape[: dim + 1][-1:]) if _is_array(leaf) else None, batch_alone(part)
     )
+    if not sizes:
+        raise InputError("`batch` holds no tensor or array, so nothing says which part of it is a sample")
     if len(sizes) != 1:
         raise InputError(
             f"the first dimensions of what `batch` holds are {sorted(sizes)}; allowed: one first dimension,"

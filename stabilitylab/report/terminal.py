@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
-from ..detect.likely_cause import MostLikely, most_likely
+from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
 from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.encode import plain
 from stabilitylab.report.content import (
@@ -184,8 +184,9 @@ def run_text(
         lines += ["", findings_text(findings, width, colour, remedies)]
     if text.unseen:
         lines += ["", _wrapped(text.unseen, width, 2, 2)]
-    if len(findings) and findings[0].severity != "info":
-        lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {findings[0].kind}"]
+    suspects = sorted((f for f in findings if f.severity != "info"), key=lambda f: f.kind in OF_MACHINE)
+    if suspects:  # a slow machine is explained where nothing else is
+        lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {suspects[0].kind}"]
     if text.replay:
         lines += ["", "  " + _paint(text.replay_words, "head", colour) + " " + text.replay]
     return "\n".join(lines)
@@ -193,7 +194,7 @@ def run_text(
 
 _CAUSE, _NEXT = "Most likely cause:", "What to do next:"
 _SWAP = "Swap test of"
-_RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes of the first, told apart:"
+_RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes, told apart:"
 
 # %% ../../nbs/api/report/04_terminal.ipynb #e1ac5386
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:

@@ -85,6 +85,8 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss or no numbers, are capped there and cannot be compared",
     "idle": "{name} never acted: every loss is that of the run unchanged",
+    "base capped": "The run unchanged ends above the initial loss on {capped} of {n} seeds, which counts as"
+    " the initial loss.",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps}",
     "fails later": "; where it still fails, it fails {steps} later",
@@ -178,6 +180,8 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     sentences += [f"Trained on {trained_on}."] if trained_on else []
     sentences += [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
+    if base.capped and any(arm.capped < base.capped for arm in arms):
+        sentences.append(_SENTENCES["base capped"].format(capped=base.capped, n=len(base.seeds)))
     with_interval = [
         arm for arm in arms if arm.acted and arm.fix != ANOTHER_ORDER and math.isfinite(arm.interval[0])
     ]

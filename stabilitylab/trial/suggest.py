@@ -158,7 +158,8 @@ def _to_usual(excess: float, early: float) -> list[tuple[float, str]]:
     words = f"the rate or its steps are {excess:.3g} times the largest usual: they go to half of it"
     targets = [(_HALF / excess, words)]
     if early > _LARGEST_STEP:
-        words = f"the first steps go from {early:.2g} to {_LARGEST_STEP:g} times the weights, a usual size"
+        sizes = f"from {early:.2g} to {_LARGEST_STEP:g} times the weights after them"
+        words = f"the first steps go {sizes}, a usual size"
         targets.append((_LARGEST_STEP / early, words))
     return targets
 

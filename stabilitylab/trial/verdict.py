@@ -50,7 +50,8 @@ class ArmVerdict:
     detectable: float = float("inf")  # gain that would give 'helps' in four of five such trials, nats
     # number of arms judged together, without the unchanged run, null arm, placebos and arms without effect
     n_arms: int = 1
-    capped: int = 0  # seeds on which both final losses are capped at the loss before training
+    # seeds on which both final losses are capped at the loss before training; of the run unchanged its own
+    capped: int = 0
     acted: bool = True  # whether any of its losses differs from the unchanged run's
 
     def to_dict(self) -> dict:
@@ -240,7 +241,5 @@ def verdicts_of(
         seeds = sorted(set(base) & set(by_arm[arm.name]))
         verdicts.append(_verdict_of(arm, [by_arm[arm.name][seed] for seed in seeds], basis))
     base_verdict = replace(verdicts[0], verdict="unchanged", decided_by="", effect=0.0, interval=(0.0, 0.0))
-    verdicts[0] = replace(
-        base_verdict, more_seeds=0, postponed=None, capped=0, chance=1.0, detectable=0.0, acted=True
-    )
+    verdicts[0] = replace(base_verdict, more_seeds=0, postponed=None, chance=1.0, detectable=0.0, acted=True)
     return verdicts

@@ -54,8 +54,8 @@ def _fall_of(series: Curve) -> _Fall:
     is_clear = has_moved or _fell_at_once(series, shape)
     untrained = float(series.value[0]) if series.step[0] <= 1 else np.inf
     gain = untrained - float(coarse.min())
-    least = -limit("level_share") * untrained if start > limit("twofold") * untrained else 0.0
-    if start - untrained > by_noise and least <= gain < limit("level_share") * untrained:
+    smallest_gain = -limit("level_share") * untrained if start > limit("twofold") * untrained else 0.0
+    if start - untrained > by_noise and smallest_gain <= gain < limit("level_share") * untrained:
         # it rose in the first steps and came back to the loss of the untrained model
         is_clear, start, drop = False, untrained, max(gain, 0.0)
     return _Fall(shape, drop, is_clear, is_near_guess, float(by_noise), start)
