@@ -260,7 +260,7 @@ def test_a_loss_of_the_run_unchanged_that_is_capped_is_said_to_count_as_the_init
     for start, is_said in ((491.8, True), (600.0, False)):
         verdicts = verdicts_of(arms, curves, start)
         words = trial_words(TrialResult(Start(function="a:b"), 60, verdicts, curves, True))
-        assert ("ends above the initial loss on 3 of 3 seeds, which counts as" in words) == is_said
+        assert ("On 3 of 3 seeds the loss of the run unchanged is capped at the initial" in words) == is_said
         assert verdicts[1].effect == pytest.approx(1.7 - min(start, 498.0), abs=2.0)
 
 

@@ -85,8 +85,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss or no numbers, are capped there and cannot be compared",
     "idle": "{name} never acted: every loss is that of the run unchanged",
-    "base capped": "The run unchanged ends above the initial loss on {capped} of {n} seeds, which counts as"
-    " the initial loss.",
+    "base capped": "On {capped} of {n} seeds the loss of the run unchanged is capped at the initial loss.",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps}",
     "fails later": "; where it still fails, it fails {steps} later",

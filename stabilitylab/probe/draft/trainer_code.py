@@ -238,7 +238,7 @@ def padding_rows(
     padded = {n: part for n, part in embeddings.items() if part is first or part.padding_idx is not None}
     changed = {name: part.padding_idx for name, part in padded.items() if part.padding_idx != of_config}
     return [
-        f"model.get_submodule({name!r}).padding_idx = {row}  # the configuration had another one at first"
+        f"model.get_submodule({name!r}).padding_idx = {row}  # as it was in the run"
         for name, row in changed.items()
     ]
 
