@@ -30,7 +30,8 @@ from stabilitylab.numerics.pytree import (
 from stabilitylab.probe.draft.loop_values import can_keep
 from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.replay.blame import _count_samples, _sample, blame
+from stabilitylab.replay.blame import blame
+from stabilitylab.replay.samples import count_samples, one_sample
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
@@ -266,11 +267,11 @@ def _distance(row):
 def test_samples_are_cut_from_the_batch_and_not_from_the_loops_values():
     batch = {"x": torch.arange(6.0).reshape(3, 2), "y": torch.arange(3)}
     part = {"batch": batch, "loop": {"step": 7}}
-    assert _count_samples(part) == _count_samples(batch) == 3
-    assert _sample(part, 1)["loop"] == {"step": 7} and _sample(part, 1)["batch"]["y"].tolist() == [1]
-    assert _sample(batch, 1)["y"].tolist() == [1]
+    assert count_samples(part) == count_samples(batch) == 3
+    assert one_sample(part, 1)["loop"] == {"step": 7} and one_sample(part, 1)["batch"]["y"].tolist() == [1]
+    assert one_sample(batch, 1)["y"].tolist() == [1]
     with pytest.raises(InputError, match="nothing says which part of them belongs to a sample"):
-        _count_samples({"batch": batch, "loop": {"hidden": torch.zeros(3, 4)}})
+        count_samples({"batch": batch, "loop": {"hidden": torch.zeros(3, 4)}})
 
 
 def _kept_run(path):

@@ -117,34 +117,28 @@ def test_dealt_sequences_equal_an_audit_of_the_same_window(microbatch, ranks):
 
 
 PRINTING = """
-import torch
-from stabilitylab.replay.state import Setup
+from dataclasses import replace
+
+from stabilitylab.cases.registry import sample
+from stabilitylab.replay.setup_file import setup_of
+
+setup = setup_of(sample())
 
 def build():
     print("a layer")
     print("a layer")
-    return torch.nn.Linear(4, 1)
+    return setup.model()
 
 def make():
-    return Setup(build, lambda m, x: m(x).square().mean(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    return replace(setup, model=build)
 """
 
 
 @pytest.mark.parametrize("name", ["replay", "precision"])
 def test_what_a_program_prints_is_no_part_of_the_answer_and_printed_once(tmp_path, capsys, name):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
-        for _ in range(4):
-            loss = model(recorder.batch(torch.randn(3, 4))).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            recorder.step(loss)
     (tmp_path / "own.py").write_text(PRINTING)
-    words = [name, str(tmp_path / "run"), "--setup", f"{tmp_path / 'own.py'}:make", "--json"]
-    assert main(words) == 0
+    setup = f"{tmp_path / 'own.py'}:make"
+    assert main([name, str(sample()), "--step", "352", "--setup", setup, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) and err.count("a layer") == 1
 

@@ -103,6 +103,7 @@ def _parsed(
 
 # %% ../../nbs/api/cli/00_main.ipynb #137c6620
 _OWN = Path(import_module("stabilitylab").__path__[0])
+_LIBRARIES = {"site-packages", "dist-packages"}  # names of the folders of pip, and of Debian
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def _each_warning_once() -> Iterator[None]:
     def _show_new(*warning: Any) -> None:
         "Prints what was not printed before: message, category, file and line."
         key, file = tuple(map(str, warning[:4])), Path(str(warning[2]))
-        is_library = "site-packages" in file.parts and not file.is_relative_to(_OWN)
+        is_library = bool(_LIBRARIES & set(file.parts)) and not file.is_relative_to(_OWN)
         if key not in printed and not is_library:
             printed.add(key)
             show(*warning)

@@ -45,11 +45,9 @@ def _jumps(
     was_steady = (before <= factor * start) & (start <= factor * before)
     highest = np.lib.stride_tricks.sliding_window_view(rate[:-1], few).max(axis=1)
     is_far_above = after > limit("tenfold") * highest  # of a rate that moves all the time
-    with np.errstate(divide="ignore", invalid="ignore"):
-        changes = np.abs(np.diff(np.log(rate)))
-    usual = np.median(changes[np.isfinite(changes)]) if np.isfinite(changes).any() else 0.0
     # a rate that is another one in each step, such as one by the length of a batch, is never steady
-    was_steady &= ~(changes[few - 1 :] <= limit("spike_sigma") * usual)
+    noise = difference_noise(np.log(rate[(rate > 0) & np.isfinite(rate)]))
+    was_steady &= after > np.exp(limit("spike_sigma") * noise) * before
     return few + np.flatnonzero(has_values & rises_at_once & (was_steady | is_far_above))
 
 

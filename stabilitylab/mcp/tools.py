@@ -6,6 +6,8 @@
 __all__ = ['Tools']
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #b6b73c5f
+from contextlib import suppress
+
 from .answers import allowed_path, answer, only
 from .reading import ReadingTools, Runs
 from .trial_job import TrialJob
@@ -24,10 +26,8 @@ def _meaning(words: str) -> dict:
     try:
         return only(symptom(words).to_dict(), _OF_SYMPTOM)
     except InputError:
-        try:
+        with suppress(InputError):
             return {"words": words, "meaning": define(words).definition}
-        except InputError:
-            pass
         raise
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #2892c541

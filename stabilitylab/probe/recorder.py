@@ -306,8 +306,13 @@ def look_at_loss(
     values: list,  # of the loop, its loss among them, with a graph
 ) -> None:
     "In the first step it is noted what the loss was given."
-    if recorder.n == recorder.options.first_step:
+    if _is_first(recorder):
         recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, values)
+
+
+def _is_first(recorder: Recorder) -> bool:
+    "Whether the step that runs is the first of the record."
+    return recorder.n == recorder.options.first_step
 
 
 def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: FrameType) -> dict[str, Any]:
@@ -316,9 +321,10 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
         recorder.guard.note(_A_NUMBER)
         loss = None
     values = ({} if loss is None else {"loss": loss}) | scalars
-    loop_values = [*values.values(), *frame.f_locals.values()]
-    look_at_loss(recorder, loop_values)
-    if recorder.n == recorder.options.first_step:
+    # in that step only: the locals of a frame are copied, and stay until it ends
+    if _is_first(recorder):
+        loop_values = [*values.values(), *frame.f_locals.values()]
+        look_at_loss(recorder, loop_values)
         recorder.guard.attempt("the networks of the loss", None, _find_reached, recorder, loop_values)
         if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
             recorder.guard.note(COMPILED, aloud=False)

@@ -6,11 +6,10 @@
 __all__ = ['blame', 'TokenLosses', 'token_losses', 'TextLosses', 'without', 'ablate']
 
 # %% ../../nbs/api/replay/06_blame.ipynb #2bcb15d9
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,63 +17,17 @@ import torch
 
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
-from stabilitylab.numerics.pytree import (
-    batch_alone,
-    loop_tensors,
-    map_batch,
-    map_leaves,
-    map_tensors,
-    tensors_of,
-)
+from ..numerics.pytree import batch_alone, map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
-from .state import Batch, Setup, Snapshot, has_items
-
-# %% ../../nbs/api/replay/06_blame.ipynb #37a489b3
-def _is_array(leaf: Any) -> bool:
-    "Whether a part of a batch is a tensor or an array."
-    return torch.is_tensor(leaf) or isinstance(leaf, np.ndarray)
-
-
-def _refuse_what_has_no_samples(part: Any) -> None:
-    "Raises where nothing can be taken for the samples of a micro-batch, along no dimension."
-    if any(tensor.layout != torch.strided for tensor in tensors_of(batch_alone(part))):
-        raise InputError("`batch` holds a sparse tensor, which has no rows to take as samples")
-    if loop_tensors(part):
-        raise InputError(
-            "the loss also depends on tensors of the loop that are saved with the batch, such as a hidden"
-            " state, and nothing says which part of them belongs to a sample"
-        )
-
-
-def _count_samples(part: Any, dim: int = 0) -> int:
-    "How many samples a micro-batch has: the size of the dimension that all its tensors share."
-    _refuse_what_has_no_samples(part)
-    sizes: set[int] = set()
-    map_leaves(
-        lambda leaf: sizes.update(leaf.shape[: dim + 1][-1:]) if _is_array(leaf) else None, batch_alone(part)
-    )
-    if not sizes:
-        raise InputError("`batch` holds no tensor or array, so nothing says which part of it is a sample")
-    if len(sizes) != 1:
-        raise InputError(
-            f"the first dimensions of what `batch` holds are {sorted(sizes)}; allowed: one first dimension,"
-            " the samples, that all tensors and arrays have"
-        )
-    return sizes.pop()
-
-
-def _sample(part: Any, i: int, dim: int = 0) -> object:
-    "One sample as a micro-batch."
-    chosen = (slice(None),) * dim + (slice(i, i + 1),)
-    of_sample = partial(map_tensors, lambda t: t[chosen[-t.ndim :]] if t.ndim else t, also=(np.ndarray,))
-    return map_batch(of_sample, part)
-
-
-def _token_losses(setup: Setup, model: torch.nn.Module, part: object) -> tuple[torch.Tensor, torch.Tensor]:
-    "(losses in float64, mask) of every token, both (batch, seq)."
-    with torch.no_grad():
-        losses, mask = cast(Callable, setup.token_loss)(model, part)
-    return losses.detach().double(), mask.detach().bool()
+from stabilitylab.replay.samples import (
+    ADDS_UP,
+    Sample,
+    count_samples,
+    loss_value,
+    samples_of,
+    token_losses_of,
+)
+from .state import Batch, Setup, Snapshot
 
 # %% ../../nbs/api/replay/06_blame.ipynb #e5c36760
 def _frozen(snapshot: Snapshot) -> torch.nn.Module:
@@ -82,120 +35,9 @@ def _frozen(snapshot: Snapshot) -> torch.nn.Module:
     model, _ = snapshot.build()
     return model.eval()
 
-
-@dataclass(frozen=True)
-class _Sample:
-    "Where a sample stands in a batch, and what it counts there."
-
-    microbatch: int
-    number: int  # within the micro-batch
-    tokens: int | None  # that enter the loss; None where nothing says it
-    weight: float  # of its gradient in the gradient of the batch
-    is_part: bool = False  # whether its loss is a part of that of the batch, not one of its own
-    dim: int = 0  # along which the samples lie
-
-
-def _label_counts(part: object) -> Iterator[list[int]]:
-    "Entries of each sample that labels or a mask may leave in the loss, shifted by one position or not."
-    arrays: list[torch.Tensor] = []
-    map_leaves(lambda leaf: arrays.append(torch.as_tensor(leaf)) if _is_array(leaf) else None, part)
-    for values in arrays:
-        if values.ndim == 2 and not values.is_floating_point():
-            # labels leave out what is below 0, masks what is 0; causal models drop the first position of
-            # either
-            for positions in (values, values[:, 1:]):
-                yield (positions >= 0).sum(1).tolist()
-                yield (positions > 0).sum(1).tolist()
-
-# %% ../../nbs/api/replay/06_blame.ipynb #b4c97a85
-_ADDS_UP = 0.01  # by which share the samples' losses may miss that of the batch: our convention
-
-
-def _value(setup: Setup, model: torch.nn.Module, part: object) -> float:
-    "The loss as a number; with a graph, as a loss may take gradients itself, such as a penalty on them."
-    with torch.enable_grad():
-        return float(setup.loss(model, part).detach())
-
-
-def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, dim: int) -> np.ndarray:
-    "The loss of each sample; raises where the loss is one of several samples together."
-    n_samples = _count_samples(part, dim)
-    try:
-        return np.array([_value(setup, model, _sample(part, i, dim)) for i in range(n_samples)])
-    except Exception as error:  # code that nobody here has read
-        setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
-        raise InputError(
-            "an entry of the first dimension, taken for a sample, fails alone though the batch does not:"
-            f" {error}"
-        ) from error
-
-
-def _made_of(part: object, losses: np.ndarray, together: float) -> tuple[list[int] | None, bool] | None:
-    "By which tokens the samples weigh, and whether they are added up; None: they do not make up the batch."
-    if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
-        return None, False  # they weigh the same, whatever their length
-    # not every model that is given the number of items divides by it: the losses themselves tell
-    if np.isclose(losses.sum(), together, rtol=_ADDS_UP, atol=0):
-        return None, True
-    for counts in _label_counts(part):
-        some = np.array(counts) > 0
-        if len(counts) == len(losses) and some.any():
-            mean = np.average(losses[some], weights=np.array(counts)[some])
-            if np.isclose(mean, together, 1e-5):
-                return counts, False
-    return None
-
-# %% ../../nbs/api/replay/06_blame.ipynb #b4c97a86
-def _losses_and_dim(
-    setup: Setup, model: torch.nn.Module, part: object, together: float
-) -> tuple[np.ndarray, int]:
-    "The loss of each sample, and the dimension of the samples: the second where only they make up the batch."
-    along: dict[int, np.ndarray] = {}
-    failures: list[InputError] = []
-    for dim in (0, 1):
-        try:
-            along[dim] = _losses_alone(setup, model, part, dim)
-        except InputError as error:
-            failures.append(error)
-            continue
-        if _made_of(part, along[dim], together) is not None:
-            return along[dim], dim
-    if 0 not in along:
-        raise failures[0]
-    return along[0], 0
-
-
-def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list[int] | None, bool, int, int]:
-    "Tokens of each sample in the loss; whether the losses are added up; number of samples and dimension."
-    if setup.token_loss is not None:
-        counts = [int(count) for count in _token_losses(setup, model, part)[1].sum(1)]
-        return counts, has_items(part), len(counts), 0
-    _refuse_what_has_no_samples(part)
-    together = _value(setup, model, part)
-    losses, dim = _losses_and_dim(setup, model, part, together)
-    if len(losses) == 1:
-        return None, has_items(part), 1, dim
-    made_of = _made_of(part, losses, together)
-    if made_of is None:
-        is_mean_nearer = abs(losses.mean() - together) < abs(losses.sum() - together)
-        made_of = None, has_items(part) and not is_mean_nearer
-    return *made_of, len(losses), dim
-
-
-def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[_Sample]:
-    "Every sample of a batch: within a micro-batch they weigh by their tokens."
-    for m, part in enumerate(batch.parts):
-        tokens, is_sum, n_samples, dim = _tokens_of(setup, model, part)
-        counts = [1] * n_samples if tokens is None else tokens
-        # a loss that is divided by the tokens of the whole step is one of samples that are added up
-        together = 1 if is_sum else max(sum(counts), 1)
-        for i, count in enumerate(counts):
-            weight = (1 if is_sum else count) / together / setup.divisor(batch.parts)
-            yield _Sample(m, i, None if tokens is None else count, weight, is_sum, dim)
-
 # %% ../../nbs/api/replay/06_blame.ipynb #fd554134
 def _gradient(
-    setup: Setup, model: torch.nn.Module, batch: Batch, sample: _Sample
+    setup: Setup, model: torch.nn.Module, batch: Batch, sample: Sample
 ) -> tuple[float, torch.Tensor]:
     "(loss, gradient of all parameters as one float64 vector) of one sample."
     params = [p for p in model.parameters() if p.requires_grad]
@@ -204,13 +46,13 @@ def _gradient(
         return float("nan"), torch.zeros(
             sum(p.numel() for p in params), dtype=torch.float64, device=params[0].device
         )
-    loss = setup.loss(model, _sample(batch.parts[sample.microbatch], sample.number, sample.dim))
+    loss = setup.loss(model, sample.of(batch))
     loss.backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     return float(loss.detach()), torch.cat([grad.flatten().double() for grad in grads])
 
 
-def _level(samples: list[_Sample], together: float, recorded_loss: float | None) -> float:
+def _level(samples: list[Sample], together: float, recorded_loss: float | None) -> float:
     "What a sample's loss is multiplied by, so that it compares with the recorded loss."
     # micro-batches that are added up may hold a loss divided by their number, or one that is not
     n_parts = sum(sample.weight for sample in samples)
@@ -221,7 +63,7 @@ def _level(samples: list[_Sample], together: float, recorded_loss: float | None)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #1ad38e60
 def _refuse_what_does_not_add_up(
-    model: torch.nn.Module, samples: list[_Sample], losses: list[float], step_loss: float | None
+    model: torch.nn.Module, samples: list[Sample], losses: list[float], step_loss: float | None
 ) -> float:
     "The loss of the batch by its samples; raises where a sample alone has none, or another one."
     pairs = zip(samples, losses, strict=True)
@@ -249,13 +91,12 @@ _ONLY_TOGETHER = (
 
 def _is_same_loss(together: float, step_loss: float | None) -> bool:
     "Whether the samples' losses add up to that of the step, as far as that is known."
-    return step_loss is None or bool(np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0))
+    return step_loss is None or bool(np.isclose(together, step_loss, rtol=ADDS_UP, atol=0))
 
 
-def _draws(setup: Setup, model: torch.nn.Module, batch: Batch, dim: int) -> bool:
+def _draws(setup: Setup, model: torch.nn.Module, part: object) -> bool:
     "Whether a loss is another one when it is taken again: random numbers are drawn in evaluation mode."
-    part = _sample(batch.parts[0], 0, dim)
-    return _value(setup, model, part) != _value(setup, model, part)
+    return loss_value(setup, model, part) != loss_value(setup, model, part)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #732f6de6
 def blame(
@@ -270,7 +111,7 @@ def blame(
     # sample draws its own random numbers
     "The share of each sample in the gradient of its batch, with dropout off."
     model, setup = _frozen(snapshot), snapshot.setup
-    samples = list(_samples_of(setup, model, batch))
+    samples = list(samples_of(setup, model, batch))
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     has_room = 8 * len(samples) * entries <= memory
     is_untold = any(sample.tokens is None for sample in samples)
@@ -300,7 +141,7 @@ def blame(
         )
     table = pd.DataFrame(rows).rename_axis("sample")
     table.attrs |= {"grad_norm": square**0.5, "loss": together, "is_part": is_part}
-    table.attrs["draws"] = _draws(setup, model, batch, samples[0].dim)
+    table.attrs["draws"] = _draws(setup, model, samples[0].of(batch))
     return table
 
 # %% ../../nbs/api/replay/06_blame.ipynb #16f95546
@@ -326,7 +167,7 @@ def token_losses(
     setup = snapshot.setup
     if setup.token_loss is None:
         raise bad_input("snapshot.setup.token_loss", None, "a function (model, batch) -> (losses, mask)")
-    losses, mask = _token_losses(setup, _frozen(snapshot), batch.parts[0])
+    losses, mask = token_losses_of(setup, _frozen(snapshot), batch.parts[0])
     if losses.shape != targets.shape:
         raise bad_input("targets", tuple(targets.shape), f"the shape of the losses, {tuple(losses.shape)}")
     row, column = np.nonzero(mask.numpy(force=True))
@@ -402,10 +243,10 @@ def text_losses(
         return []
     model, texts, first = _frozen(snapshot), {}, 0
     for part in batch.parts:
-        count = _count_samples(part)
+        count = count_samples(part)
         here = [number for number in samples if first <= number < first + count]
         if here:
-            losses, mask = _token_losses(setup, model, part)
+            losses, mask = token_losses_of(setup, model, part)
             ids = predicted_ids(part, losses.shape)
             if ids is None:
                 return []

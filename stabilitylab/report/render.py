@@ -51,6 +51,11 @@ def _with_code(text: object) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(text)))))
 
 
+def _agreement(state: str) -> str:
+    "How a number of a replay agrees with the recorded one; `rounding` is only one reason for so small a gap."
+    return "within 0.1%" if state == "rounding" else state
+
+
 def _explained(text: object) -> Markup:
     "Text as HTML in which a term of the glossary has its definition under the pointer."
     line, html, end = str(text), Markup(), 0
@@ -77,6 +82,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "explained": _explained,
         "code": _with_code,
+        "agreement": _agreement,
         "md": _markdown,
         "steps": steps_text,
         "evidence": evidence_items,

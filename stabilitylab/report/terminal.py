@@ -184,9 +184,11 @@ def run_text(
         lines += ["", findings_text(findings, width, colour, remedies)]
     if text.unseen:
         lines += ["", _wrapped(text.unseen, width, 2, 2)]
-    suspects = sorted((f for f in findings if f.severity != "info"), key=lambda f: f.kind in OF_MACHINE)
-    if suspects:  # a slow machine is explained where nothing else is
-        lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {suspects[0].kind}"]
+    above = (f for f in findings if f.severity != "info")
+    # the first of them; a slow machine is explained where nothing else is
+    suspect = min(above, key=lambda f: f.kind in OF_MACHINE, default=None)
+    if suspect is not None:
+        lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {suspect.kind}"]
     if text.replay:
         lines += ["", "  " + _paint(text.replay_words, "head", colour) + " " + text.replay]
     return "\n".join(lines)

@@ -301,9 +301,9 @@ def find_without_optimizer(
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ac2de796
 def _are_matrices(run: xr.DataTree, updates: xr.Dataset) -> list[bool]:
     "Which parameters are matrices of attention or an MLP; a bias that begins at zero moves by all it has."
-    shapes = run.attrs.get("shapes", {})
+    shapes = run.attrs.get("shapes", {})  # an old record has none: every parameter counts there
     return [
-        str(kind).startswith(("attn.", "mlp.")) and len(shapes.get(str(name), "ab")) > 1
+        str(kind).startswith(("attn.", "mlp.")) and len(shapes.get(str(name), (0, 0))) > 1
         for name, kind in zip(updates.param.values, updates.kind.values, strict=True)
     ]
 
