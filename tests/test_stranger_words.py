@@ -12,7 +12,7 @@ import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
-from stabilitylab.detect.context import run_context
+from stabilitylab.detect.context import at_step, loss_span, run_context
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.facts.jump_facts import _total
 from stabilitylab.detect.findings import Finding, Findings
@@ -43,7 +43,7 @@ from stabilitylab.report import content
 from stabilitylab.report.content import run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text, step_text
 from stabilitylab.report.terminal import run_text
-from stabilitylab.run.curves import TRAINED_BESIDE
+from stabilitylab.run.curves import IN_ENVIRONMENT, TRAINED_BESIDE, noted_at
 from stabilitylab.run.record import open_run
 from stabilitylab.run.recording import opened
 from stabilitylab.trial import start
@@ -580,6 +580,62 @@ def test_a_jump_after_gradients_that_had_grown_is_no_bad_batch_and_one_beyond_ch
     assert not {"bad_labels", "repeated_data"} & causes
     ordinary = facts_of_a_run_away(grad_before=1.2, event_over_chance=1.1)
     assert {"bad_labels", "repeated_data"} <= {cause.id for cause in ranked_causes(ordinary)}
+    # data that an agent gathers itself change as it learns, and have no labels
+    assert not {"bad_labels", "repeated_data", "data_shift"} & {
+        cause.id for cause in ranked_causes(ordinary | {"own_data": (1.0, 0)})
+    }
+
+
+class Corridor:
+    action_space = (-1, 1)
+
+    def reset(self):
+        return torch.zeros(3)
+
+    def step(self, action):
+        return torch.randn(3) + action
+
+
+class Schedule(Corridor):
+    action_space = None
+
+
+@pytest.mark.parametrize("kind", [Corridor, Schedule])
+def test_a_loop_that_acts_in_an_environment_is_noted(tmp_path, kind):
+    world, model = kind(), torch.nn.Linear(3, 1)
+    with Recorder(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run") as recorder:
+        for _ in range(3):
+            loss = model(world.step(1)).square().mean()
+            loss.backward()
+            recorder.step(loss)
+    assert (noted_at(open_run(tmp_path / "run"), IN_ENVIRONMENT) == 0) is (kind is Corridor)
+
+
+@pytest.mark.parametrize(("onset", "chosen"), [(0, {"own-15", "own-25"}), (40, {"own-25"})])
+def test_first_weights_are_not_blamed_for_a_network_that_died_later(onset, chosen):
+    run = run_of(loss=np.linspace(3.0, 2.9, 200))
+    context = at_step(run_context(run, []), loss_span(run), onset)
+    assert {row["id"] for row in choose_remedies("dead_network", context)} == chosen
+
+
+def test_noise_next_to_none_makes_no_multiple():
+    evidence = {"baseline": 0.0, "peak": 1.0, "peak_step": 3, "recovery": "fast", "duration": 1}
+    words = [explain(Finding("loss_spike", "warning", 3, evidence=evidence | {"z": z})) for z in (8.0, 4e6)]
+    assert [text.count("usual noise") for text in words] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("end", "late", "severity"), [(1.0, 20.0, "info"), (2.9, 20.0, "warning"), (1.0, 900.0, "warning")]
+)
+def test_a_gradient_that_outgrew_its_early_range_while_the_loss_fell_is_a_note(end, late, severity):
+    norm, sizes = np.where(np.arange(400) < 150, 1.0, 20.0), {"param": ["w"], "step": range(400)}
+    norm[300:] = late
+    table = xr.Dataset({"grad_norm": (("step", "param"), norm[:, None])}, sizes)
+    run = run_of(loss=np.linspace(3, end, 400) + 0.02 * np.sin(np.arange(400) * 2.4))
+    run["gradients"] = xr.DataTree(table)
+    (explosion,) = (f for f in diagnose(run) if f.kind == "grad_norm_explosion" and f.modules)
+    assert explosion.severity == severity
+    assert ("went on falling all the same" in explosion.explanation) is (severity == "info")
 
 
 def test_parameters_without_a_gradient_leave_the_norm_of_all_gradients_known():
@@ -588,7 +644,9 @@ def test_parameters_without_a_gradient_leave_the_norm_of_all_gradients_known():
     assert np.isnan(_total(table, np.array([False, False, False]))).all()
 
 
-@pytest.mark.parametrize(("note", "severity"), [("", "error"), (TRAINED_BESIDE, "info")])
+@pytest.mark.parametrize(
+    ("note", "severity"), [("", "error"), (TRAINED_BESIDE, "info"), (IN_ENVIRONMENT, "info")]
+)
 def test_the_rise_of_a_loss_that_runs_through_another_trained_network_is_a_note(note, severity):
     value = np.r_[np.linspace(1.0, 0.8, 40), np.linspace(0.8, 2.2, 80)] + 0.02 * np.sin(np.arange(120) * 2.4)
     run = run_of(loss=value)

@@ -7,15 +7,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 from stabilitylab import Recorder
 from stabilitylab.cli.main import main
 from stabilitylab.detect.findings import Finding
 from stabilitylab.fixes.registry import apply_all, fix
-from stabilitylab.investigation.loop import _no_failure
+from stabilitylab.investigation.loop import _cleared, _no_failure
 from stabilitylab.investigation.plan import _late_start
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.user_code import _forget, function_at
+from stabilitylab.run.curves import NOT_CLEARED
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, with_unique_names
 from stabilitylab.trial.batched import why_not_batched
 from stabilitylab.trial.outcome import outcome
@@ -23,6 +25,7 @@ from stabilitylab.trial.start import Start
 from stabilitylab.trial.suggest import failure_onset
 from stabilitylab.trial.trial import Trial, TrialResult, unfit_arms
 from stabilitylab.trial.verdict import verdicts_of
+from tests.test_detect_decisions import run_of
 
 pytestmark = pytest.mark.slow  # trials of other people's programs
 
@@ -163,14 +166,22 @@ def test_a_run_with_warnings_alone_is_tried_before_the_loss_tells():
 
 
 def test_a_run_that_does_not_fail_again_is_told():
-    def result(loss):
+    def result(loss, first=3.0):
         curves = [ArmCurve("unchanged", seed, np.arange(60), loss) for seed in range(2)]
-        return TrialResult(Start(), 60, verdicts_of([Arm()], curves), curves, True)
+        return TrialResult(Start(step=0), 60, verdicts_of([Arm()], curves, first), curves, True)
 
     noise = 0.01 * np.random.default_rng(0).standard_normal(60)
     (told,) = _no_failure(result(2 + noise))
-    assert "failed on no seed within 60 steps" in told
+    assert "failed on no seed within 60 steps, so" in told
+    (told,) = _no_failure(result(3.05 + noise))
+    assert "within 60 steps, though it ends above its initial loss on 2 of 2, so" in told
     assert not _no_failure(result(2 + noise + (np.arange(60) > 40)))
+    record = run_of(loss=np.linspace(3, 2.8, 200))
+    assert _cleared(record, result(2 + noise)) == []
+    events = {"event_kind": ["note"], "event_step": [0], "event_text": [NOT_CLEARED]}
+    record["events"] = xr.DataTree(xr.Dataset({name: ("event", row) for name, row in events.items()}))
+    (told,) = _cleared(record, result(2 + noise))
+    assert "ends at 1.999" in told and "was at 2.943 after the same 60 steps" in told
 
 
 def test_a_run_that_left_with_its_first_step_and_knows_nothing_has_failed():

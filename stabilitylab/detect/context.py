@@ -154,6 +154,8 @@ def at_step(
     "The context of something that happened at a step."
     if step is None or span is None:
         return context
+    if step > span.first:
+        context = replace(context, traits=(*context.traits, "later"))
     share = (step - span.first) / max(1, span.last - span.first)
     if share <= limit("slight_share") and span.shows_start:
         return replace(context, phase="start")

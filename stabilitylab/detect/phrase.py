@@ -28,6 +28,7 @@ _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence i
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
 _MULTIPLES = ("z", "factor")  # left out where they are not finite
+_MOST_NOISES = 1e4  # times the noise; more says only that there was next to none: our convention
 _NAMED = 4  # names that a sentence has in full
 _COUNTS = ("n", "without_optimizer", "cancels", "uncalled")  # how many parameters a finding speaks of
 
@@ -46,12 +47,17 @@ def _key(value: object) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
 
 
+def _is_mute(name: str, multiple: object) -> bool:
+    "Whether a multiple says nothing: not finite, or one of hardly any noise."
+    return multiple in NOT_FINITE or (name == "z" and isinstance(multiple, float) and multiple > _MOST_NOISES)
+
+
 def _fields(finding: Finding) -> dict:
     "What the pieces may name: evidence, steps, series, the first module and the words for coded values."
     steps = {"onset": finding.onset, "end": finding.end}
     fields = {"series": finding.series, "kind": finding.kind.replace("_", " ")} | finding.evidence
     fields |= {name: step for name, step in steps.items() if step is not None}
-    fields |= {name: None for name in _MULTIPLES if fields.get(name) in NOT_FINITE}
+    fields |= {name: None for name in _MULTIPLES if _is_mute(name, fields.get(name))}
     if finding.modules:
         fields["module"] = finding.modules[0]
         n = next((fields[name] for name in _COUNTS if fields.get(name)), 1)

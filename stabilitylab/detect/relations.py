@@ -11,6 +11,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
+from .phrase import evidence_words
 from .settings import rate_at
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
@@ -305,6 +306,24 @@ def _risen(f: Finding) -> str:
     return "warning" if f.severity == "info" and f.kind in _GROWING else f.severity
 
 
+def _outlived(f: Finding, run: xr.DataTree) -> Finding:
+    "The gradient of a parameter that grew early and no longer does, while the loss went on falling: a note."
+    loss, gradients = loss_curve(run), group_of(run, "gradients", "grad_norm")
+    is_warning = f.kind == "grad_norm_explosion" and f.severity == "warning"
+    if not is_warning or loss is None or gradients is None or f.modules[0] not in gradients.param:
+        return f
+    norm = gradients.grad_norm.sel(param=f.modules[0]).values
+    *_, before, last = (np.nanmedian(part) for part in np.array_split(norm, 4))  # quarters of the run
+    after, few = loss.value[loss.step >= f.first], count_limit("few_records")
+    if len(after) < limit("majority") * len(loss.value) or not last < 2 * before:
+        return f
+    then, now = float(np.median(after[:few])), float(np.median(after[-few:]))
+    if not 0 < now < (1 - limit("minor_share")) * then:
+        return f
+    note = evidence_words("outlived", then=then, now=now)
+    return f.with_(severity="info", evidence=f.evidence | {"note": note})
+
+# %% ../../nbs/api/detect/30_relations.ipynb #2bb19c53
 def layer_leads(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far
@@ -321,7 +340,9 @@ def layer_leads(
             return _led_shortly(f, events, reach)
         # once grown, these stay: whatever event of the loss comes next was led
         later = [event for event in events if event >= f.first]
-        return _led(f.with_(severity=_risen(f)), f.first, later[0]) if later else f
+        if later:
+            return _led(f.with_(severity=_risen(f)), f.first, later[0])
+        return f if events else _outlived(f, run)
 
     return [led(f) for f in findings]
 

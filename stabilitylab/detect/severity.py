@@ -231,9 +231,11 @@ _RULES: tuple[Callable[[Finding, _LossContext], str], ...] = (
 
 def _lowered(f: Finding, context: _LossContext) -> Finding:
     "The finding, as a note with its reason where one of the rules knows it."
-    if f.severity == "info":
-        return f
-    reason = next(filter(None, (rule(f, context) for rule in _RULES)), "")
+    rules = _RULES
+    if f.severity == "info":  # a note of a rise of a loss whose goal moves says so, too
+        is_rise = f.kind in (*_RISES, "divergence") and "note" not in f.evidence
+        rules = (_moving_goal,) if is_rise else ()
+    reason = next(filter(None, (rule(f, context) for rule in rules)), "")
     if not reason:
         return f
     return f.with_(severity="info", evidence=f.evidence | {"note": evidence_words(reason)})

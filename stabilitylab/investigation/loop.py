@@ -6,11 +6,15 @@
 __all__ = ['ENDED', 'RATES', 'UNCHANGED', 'Investigation', 'investigate', 'SweepPlan', 'plan_sweep', 'sweep_of']
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #e921d444
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import xarray as xr
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
@@ -19,6 +23,7 @@ from .plan import Plan, named_arms, plan_trial, recorded_start
 from ..names.errors import InputError, bad_input
 from ..report.html import report_html
 from ..report.trial import trial_note, trial_sheet, trial_text, trial_words
+from ..run.curves import NOT_CLEARED, loss_curve, noted_at
 from ..run.recording import Recording
 from ..trial.arm import Arm, null_arm
 from ..trial.proxy import proxy
@@ -126,7 +131,8 @@ class Investigation(_RunningTrial):
             return list(self.plan.notes)
         result = self.trial.result()
         unfinished = _unfinished(self.trial, result, self._has_folder)
-        return [*self.plan.notes, *unfinished, *_no_failure(result)]
+        compared = _cleared(self.recording.run, result)
+        return [*self.plan.notes, *compared, *unfinished, *_no_failure(result)]
 
     @property
     def words(self) -> str:
@@ -168,7 +174,24 @@ def _no_failure(result: TrialResult) -> list[str]:
     "A note where the run unchanged did not fail again."
     base = result.arms[0]
     has_failed = bool(base.diverged or base.side_effects.get("spikes"))
-    return [] if not base.seeds or has_failed else [trial_note("no failure", steps=result.steps)]
+    if not base.seeds or has_failed:
+        return []
+    above = f", though it ends above its initial loss on {base.capped} of {len(base.seeds)}"
+    return [trial_note("no failure", steps=result.steps, but=above if base.capped else "")]
+
+
+def _cleared(run: xr.DataTree, result: TrialResult) -> list[str]:
+    "A note of what clearing the gradients, which every arm does, changes for a run that did not."
+    loss, first = loss_curve(run), result.start.step
+    finals = [value for value in result.arms[0].final_loss if math.isfinite(value)]
+    if noted_at(run, NOT_CLEARED) is None or loss is None or first is None or not finals:
+        return []
+    last = first + result.steps
+    recorded = loss.value[(loss.step >= last - max(result.steps // 10, 1)) & (loss.step < last)]
+    if not len(recorded):
+        return []
+    levels = {"final": f"{np.mean(finals):.4g}", "recorded": f"{np.median(recorded):.4g}"}
+    return [trial_note("cleared", steps=result.steps, **levels)]
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #04255aa9
 def investigate(  # noqa: PLR0913 - one call answers one question, each setting has a name and a default

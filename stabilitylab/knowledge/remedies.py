@@ -159,7 +159,7 @@ class RunContext:
     optimizer: str = ""  # name of the optimizer in lower case, such as 'adamw'
     phase: str = ""  # 'start', 'middle' or 'late': the part of the run in which the failure occurred
     size: str = ""  # model size, 'small' or 'large'
-    traits: tuple[str, ...] = ()  # any of 'lora', 'frozen', 'resumed'
+    traits: tuple[str, ...] = ()  # any of 'lora', 'frozen', 'resumed', 'later': after the first step
     parts: tuple[str, ...] = ()  # of 'attention' and 'embedding' those in the model, or 'neither'
 
     def of(
@@ -187,7 +187,7 @@ def _fit_of(
     context: RunContext,  # of the run
 ) -> tuple[bool, list[str]]:  # whether nothing speaks against it; what speaks for it
     "Whether a report fits a run."
-    wanted = dict(load_fits().get(row, {}))
+    wanted = {name: values for name, values in load_fits().get(row, {}).items() if name != "without"}
     must_be_known, meets = wanted.pop("known", []), []
     for name, values in wanted.items():
         have = context.of(name)
@@ -231,7 +231,8 @@ def choose_remedies(
     fitting: list[dict] = []
     others: list[dict] = []
     for row in remedies_for(kind):
-        if is_of_other_format(row["id"], context.precision):
+        not_at = load_fits().get(row["id"], {}).get("without", [])
+        if is_of_other_format(row["id"], context.precision) or _meets(context.traits, not_at):
             continue
         fits, why = _fit_of(row["id"], context)
         (fitting if fits else others).append(row | {"fits": why})

@@ -27,7 +27,7 @@ from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, warn_safely
 from .probes import Probes, step_scalars, take_step
 from .rows import step_row
-from .scalars import StepClock, note_loss_input
+from .scalars import StepClock, note_environment, note_loss_input
 from stabilitylab.probe.settings import (
     as_list,
     attrs_of,
@@ -326,6 +326,7 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
         loop_values = [*values.values(), *frame.f_locals.values()]
         look_at_loss(recorder, loop_values)
         recorder.guard.attempt("the networks of the loss", None, _find_reached, recorder, loop_values)
+        recorder.guard.attempt("an environment", None, note_environment, recorder.guard, frame)
         if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
             recorder.guard.note(COMPILED, aloud=False)
     return values

@@ -12,6 +12,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from inspect import getattr_static
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from ..names.variables import canonical_name
 from .guard import Guard, Watch
 from .hooks import graph_task
 from .slots import local
-from ..run.curves import SOFTMAX_TWICE
+from ..run.curves import IN_ENVIRONMENT, SOFTMAX_TWICE
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #153887ae
 _OWN = ("step", "time", "segment", "series", "logged_nan", "event", "row")  # coordinates of /scalars
@@ -178,6 +180,34 @@ def note_loss_input(
     "Note where a loss of logits is given probabilities."
     if any(map(takes_probabilities, losses_among(values))):
         guard.note(f"{SOFTMAX_TWICE}: a softmax or sigmoid is followed by a loss that takes one itself")
+
+# %% ../../nbs/api/probe/15_scalars.ipynb #3f6807e3
+_DESCRIBES = ("action_space", "action_spec")  # of Gymnasium and PettingZoo, of dm_env and TorchRL
+_NAMED_SO = re.compile(r"(^|_)envs?($|_)|Env(?![a-z])")
+
+
+def _is_environment(value: Any) -> bool:
+    "Whether an agent can act in it; no code of it runs."
+    cls = type(value)
+    if not all(callable(getattr(cls, name, None)) for name in ("step", "reset")):
+        return False
+    is_described = any(getattr_static(value, name, None) is not None for name in _DESCRIBES)
+    return is_described or _NAMED_SO.search(cls.__name__) is not None
+
+
+def note_environment(
+    guard: Guard,  # of the recording
+    frame: FrameType | None,  # of the loop; those around it are looked at, too
+) -> None:
+    "Note where a loop acts in an environment."
+    while frame is not None:
+        values = [*frame.f_locals.values(), *frame.f_globals.values()]
+        values += getattr(frame.f_locals.get("self"), "__dict__", {}).values()
+        environment = next(filter(_is_environment, values), None)
+        if environment is not None:
+            guard.note(f"{IN_ENVIRONMENT}: {type(environment).__name__}", aloud=False)
+            return
+        frame = frame.f_back
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #6c96605c
 _FRAMES = 20  # calls between a GradScaler's `step` and the optimizer's, at most; our convention

@@ -27,7 +27,7 @@ _VERDICTS = {
     "bad state": "the state is out of line with every batch",
     "bad batch and bad state": "both are out of line, each on its own",
     "combination": "only this batch in this state is out of line",
-    "neither": "the suspect step is like the others",
+    "neither": "this step is like the others",
     "cannot tell": "the controls are not finite numbers above 0",
 }
 _UNITS = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}  # of the variables of the table

@@ -294,8 +294,10 @@ _NOTES = {
     "setup": "{words}. Correct the setup first: the verdicts are on the training that it builds.",
     "not cleared": "{words}. The verdicts are on training that clears them.",
     "unfit": "{name} was suggested and cannot be tried: {why}.",
-    "no failure": "The run unchanged counts as failed on no seed within {steps} steps, so the verdicts are on"
-    " the final loss. --steps and --step change where a trial looks.",
+    "cleared": "With gradients cleared in each step, the run unchanged ends at {final}; the recorded run,"
+    " which did not clear them, was at {recorded} after the same {steps} steps.",
+    "no failure": "The run unchanged counts as failed on no seed within {steps} steps{but}, so the verdicts"
+    " are on the final loss. --steps and --step change where a trial looks.",
     "healthy": "Nothing was found that a fix could answer: nothing is tried. --fix NAME tries one.",
     "no cause": "What was found ({kinds}) is no failure of the loss: nothing is tried. --fix NAME tries one.",
     "unfinished": "The arms so far are in {folder}; the same call with --folder and this name resumes them.",
@@ -303,7 +305,7 @@ _NOTES = {
 
 
 def trial_note(
-    kind: str,  # late, early, setup, not cleared, unfit, no failure, healthy, no cause or unfinished
+    kind: str,  # late, early, setup, not cleared, cleared, unfit, no failure, healthy, no cause or unfinished
     **values: object,  # what the sentence names
 ) -> str:
     "A sentence on what limits the verdicts of a trial."

@@ -56,11 +56,14 @@ def test_a_head_is_chosen_and_the_machine_is_told(notebook):
     page.wait_for_timeout(300)
     shot(page, "attention")
     open_tab(page, "Environment")
-    page.wait_for_selector(f'{MACHINE} code:text-is("python train.py --lr 0.1")', timeout=60_000)
+    command = f'{MACHINE} code:text-is("python train.py --lr 0.1")'
+    page.wait_for_selector(command, timeout=60_000)
     page.wait_for_selector(f'{MACHINE} h3:text("Different here")', timeout=60_000)
     assert "8 × A100" in page.inner_text(MACHINE) and "Between the runs" in page.inner_text(MACHINE)
     shot(page, "environment")
     page.locator('.widget-dropdown:has(label:text-is("Run")) select').select_option("bare")
+    # the other run is there before its tab is clicked
+    page.wait_for_selector(command, state="detached", timeout=60_000)
     open_tab(page, "Attention")
-    page.wait_for_selector(f'{HEADS} code:has-text("attention_every=100")', timeout=30_000)
+    page.wait_for_selector(f'{HEADS} code:has-text("attention_every=100")', timeout=60_000)
     assert not errors, errors

@@ -27,6 +27,7 @@ from ..limits import limit
 from ...names.errors import InputError
 from stabilitylab.run.curves import (
     CLIPPED_SCALED,
+    IN_ENVIRONMENT,
     LIKELIHOOD,
     NOT_CLEARED,
     SOFTMAX_TWICE,
@@ -50,7 +51,12 @@ def _same_batch(table: pd.DataFrame) -> RunFacts:
     return {"same_batch": (float(stretch[at]), int(step[at - int(stretch[at])]))}
 
 
-_NOTES = {"gradients_kept": NOT_CLEARED, "clipped_scaled": CLIPPED_SCALED, "softmax_twice": SOFTMAX_TWICE}
+_NOTES = {
+    "gradients_kept": NOT_CLEARED,
+    "clipped_scaled": CLIPPED_SCALED,
+    "softmax_twice": SOFTMAX_TWICE,
+    "own_data": IN_ENVIRONMENT,  # an agent gathers its data itself: they change as it learns
+}
 
 
 def _of_notes(run: xr.DataTree) -> RunFacts:

@@ -20,7 +20,15 @@ from ..limits import count_limit, limit
 from .divergence import records_in_share
 from ..policy import policy_series
 from ..restarts import longest_run
-from ...run.curves import TRAINED_BESIDE, Curve, curve, loss_curve, noted_at, scalars_of
+from stabilitylab.run.curves import (
+    IN_ENVIRONMENT,
+    TRAINED_BESIDE,
+    Curve,
+    curve,
+    loss_curve,
+    noted_at,
+    scalars_of,
+)
 from ...run.rolling import difference_noise
 from ...run.scalars import series_names
 
@@ -76,7 +84,8 @@ def objective_type(
         return Objective("", False)
     own = _words(scalars, loss.name)
     beside = [_words(scalars, other) for other in series_names(scalars) if other != loss.name]
-    moving = "policy" if policy_series(run) else _moving(own, beside, loss)
+    acts = noted_at(run, IN_ENVIRONMENT) is not None
+    moving = "policy" if acts or policy_series(run) else _moving(own, beside, loss)
     if not moving and noted_at(run, TRAINED_BESIDE) is not None:
         moving = "shared"
     return Objective(moving, bool(own & set(_WORDS["average"])))
