@@ -92,9 +92,9 @@ def _run_formats(
 ) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
     from stabilitylab.names.encode import to_json
+    from stabilitylab.names.words import clean
     from stabilitylab.read.recognise import formats
     from stabilitylab.report.terminal import columns_text
-    from stabilitylab.report.words import clean
 
     rows = [(format.name, format.title, clean(format.example, 90)) for format in formats()]
     named = [dict(zip(("name", "title", "example"), row, strict=True)) for row in rows]

@@ -131,8 +131,7 @@ def run_mcp(
     args: argparse.Namespace,  # what `add_mcp` declares
 ) -> int:  # exit code 0
     "Serves until the client goes away."
-    from stabilitylab.mcp.server import TOOLS, make_server
-    from stabilitylab.mcp.tools import Tools
+    from stabilitylab.mcp.server import TOOLS, Tools, make_server
     from stabilitylab.report.terminal import columns_text
 
     if args.list:

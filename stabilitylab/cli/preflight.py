@@ -50,7 +50,7 @@ def _run_preflight(
 
 def _text(row: dict) -> str:
     "One row as text; advice is given where it is not met."
-    from stabilitylab.report.words import clean
+    from stabilitylab.names.words import clean
 
     words = clean(row["found"], 200)
     first = f"{_MARKS[row['verdict']]} {row['topic']}: {row['name']} ({row['looks_at']}): {words}"

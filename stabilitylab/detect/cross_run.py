@@ -15,10 +15,9 @@ import numpy as np
 import xarray as xr
 
 from .diagnose import as_run
-from .findings import Finding, Findings
+from .findings import Finding, Findings, explain
 from .limits import count_limit, limit
 from .loss.spikes import out_of_range
-from .phrase import explain
 from .restarts import find_other_environments
 from .speed import find_slow_sisters
 from ..run.curves import Curve, curve, loss_curve

@@ -17,9 +17,8 @@ import xarray as xr
 
 from .facts.evidence import evidence
 from .facts.jump_facts import RunFacts
-from .findings import Finding, Findings
+from .findings import Finding, Findings, about, joined
 from .limits import limit
-from .phrase import about, joined
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #36b18c0c
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .layers.growth import sustained_growth
 from .limits import count_limit, limit
 from .loss.spikes import high_grad_norm
-from .phrase import evidence_words
 from .skipping import read_loss_scale
-from ..numerics.lattice import lattice
+from ..numerics.formats import lattice
 from ..run.curves import Curve, curve, group_of, loss_curve, loss_name, scalars_of
 from ..run.rolling import before, stretches
 from ..run.scalars import series_names

@@ -11,9 +11,8 @@ from itertools import combinations
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .limits import count_limit, limit
-from .phrase import evidence_words
 from ..run.curves import Curve, group_of, loss_curve, rolled_back_at, scalars_of, step_interval
 from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .limits import count_limit, limit
-from .phrase import evidence_words
 from .restarts import SETTINGS
 from ..run.curves import Curve, curve, loss_curve, loss_name, scalars_of, step_interval
 from ..run.rolling import difference_noise

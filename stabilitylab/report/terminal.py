@@ -21,6 +21,7 @@ from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
 from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.encode import plain
+from ..names.words import clean
 from stabilitylab.report.content import (
     by_severity,
     facts,
@@ -32,7 +33,6 @@ from stabilitylab.report.content import (
     steps_text,
 )
 from .render import render
-from .words import clean
 
 # %% ../../nbs/api/report/04_terminal.ipynb #e9c1347f
 _ANSI = {

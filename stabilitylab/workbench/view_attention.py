@@ -20,6 +20,7 @@ from traitlets import HasTraits
 
 from ..detect.layers.attention import attention_of
 from ..names.errors import bad_input
+from ..names.words import spaced
 from stabilitylab.plot.heads import (
     extra_view_picture,
     extra_views,
@@ -32,7 +33,6 @@ from ..probe.attention.report import head_weights
 from ..replay.setup_file import setup_of
 from ..replay.snapshot import load_batch, load_snapshot
 from ..report.render import render
-from ..report.words import spaced
 from ..run.job import Job, JobState
 from ..run.recording import nearest_step
 from .panel import JobPanel

@@ -13,9 +13,9 @@ import xarray as xr
 from traitlets import HasTraits
 
 from ..detect.findings import Findings
+from ..names.words import spaced
 from ..plot.layers import LayerMap, module_picture
 from ..report.render import render
-from ..report.words import spaced
 from ..run.curves import surviving_rows
 from stabilitylab.workbench.parts import (
     CallLine,

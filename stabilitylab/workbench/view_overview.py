@@ -17,13 +17,13 @@ from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
 from ..names.glossary import FINDING_KINDS
+from ..names.words import spaced
 from ..plot.findings import flags_of
 from ..plot.picture import in_range, page_svg
 from ..plot.scene import COLOURS
 from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
-from ..report.words import spaced
 from stabilitylab.workbench.parts import (
     CallLine,
     PictureWidget,

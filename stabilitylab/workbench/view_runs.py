@@ -20,11 +20,11 @@ from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError
 from ..names.glossary import SEVERITIES
+from ..names.words import number, spaced
 from ..plot.look import x_axes
 from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render
 from ..report.screen import opened_setting
-from ..report.words import number, spaced
 from ..run.curves import loss_name
 from ..run.scalars import series
 from .panel import beside

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import xarray as xr
 
-from ..findings import Finding
+from ..findings import Finding, evidence_words
 from stabilitylab.detect.layers.activations import (
     columns_above,
     crossing_order,
@@ -22,7 +22,6 @@ from stabilitylab.detect.layers.activations import (
 )
 from .growth import growth_evidence
 from ..limits import count_limit, limit
-from ..phrase import evidence_words
 from ..settings import rate_at
 from ...run.curves import curve, event_texts, group_of
 

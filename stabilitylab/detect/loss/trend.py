@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..findings import Finding
+from ..findings import Finding, evidence_words
 from ..limits import count_limit, limit
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
 from .evaluations import objective_type
-from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
 from ...run.rolling import smooth
