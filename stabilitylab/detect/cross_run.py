@@ -46,9 +46,7 @@ def _chance_of(
     below = sum(_poisson(fewer, mean) for fewer in range(count))
     if below < 1 - 1e-12:
         return max(0.0, 1 - below)
-    return min(
-        1.0, _poisson(count, mean)
-    )  # 1 - below is rounding: the first term of the tail holds nearly all
+    return min(1.0, _poisson(count, mean))  # 1 - below is rounding: the first term holds nearly all
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #1f990c62
 @dataclass(frozen=True)

@@ -220,9 +220,7 @@ _TABLES = json.loads(files("stabilitylab.detect").joinpath("phrases.json").read_
 PHRASES = _TABLES["findings"]  # kind -> pieces
 
 # %% ../../nbs/api/detect/00_findings.ipynb #2d1a5d8c
-MODULE_PHRASES = _TABLES[
-    "findings in modules"
-]  # kind -> pieces, where the same kind has other evidence in a module
+MODULE_PHRASES = _TABLES["findings in modules"]  # kind -> pieces, where evidence in a module is other
 _ANY = _TABLES["any finding"]  # pieces for a kind that has none
 _CODED = _TABLES["coded"]  # name of a hole -> field of the evidence, and words for each value of it
 _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence itself

@@ -136,9 +136,7 @@ def step_times(
 def as_logged(
     times: Curve,  # from `step_times`
     **levels: float,  # name -> a time of a step
-) -> dict[
-    str, float
-]:  # with `_step_time` behind the names, or `_throughput`, in whatever unit the run logs it
+) -> dict[str, float]:  # with `_step_time` or `_throughput` behind the names, in the unit of the log
     "Levels of the step time as evidence, in the unit in which the run logged its speed."
     if times.name != "throughput":
         return {f"{name}_step_time": level for name, level in levels.items()}

@@ -34,9 +34,8 @@ _ROLES = {  # what it is -> patterns of the names that the trainers give it, the
     "spread": (r"^(train_)?reward_std$",),
     "cut": (r"(^|_)(completions?_clipped_ratio|response_length_clip_ratio)$",),
 }
-_OTHERS = re.compile(
-    r"attn|attention|head|expert|router|cross|target|coef|token|val_|eval"
-)  # have such names too
+# have such names too
+_OTHERS = re.compile(r"attn|attention|head|expert|router|cross|target|coef|token|val_|eval")
 
 
 def series_of_role(
@@ -52,9 +51,7 @@ def series_of_role(
 
 def policy_series(
     run: xr.DataTree,  # a record
-) -> dict[
-    str, Curve
-]:  # role, such as 'reward' or 'entropy' -> its curve; {} without a reward and another role
+) -> dict[str, Curve]:  # role, such as 'reward' -> its curve; {} without a reward and another role
     "The series by which a policy is judged."
     named = {role: series_of_role(run, role) for role in _ROLES}
     chosen = {role: series for role, series in named.items() if series is not None}
@@ -81,9 +78,7 @@ def _noise(series: Curve) -> float:
 def reward_since(
     reward: Curve | None,  # of a policy
     step: int,  # at which something else changed
-) -> dict[
-    str, float | str
-]:  # `reward_did` (rose, fell, flat, absent), with `reward_before` and `reward_after`
+) -> dict[str, float | str]:  # `reward_did` (rose, fell, flat, absent), `reward_before`, `reward_after`
     "Whether the reward rose or fell since a step, or had risen before it and kept its level (held)."
     if reward is None:
         return {"reward_did": "absent"}

@@ -52,9 +52,8 @@ def resume_spikes(
     related, lost = [], []
     for f in findings:
         restart = _restart_before(f, resumes, interval)
-        begins_anew = (
-            restart is not None and restart <= start
-        )  # such a run does not count from its first step
+        # such a run does not count from its first step
+        begins_anew = restart is not None and restart <= start
         if restart is None or (begins_anew and f.evidence.get("recovery") != "fast"):
             related.append(f)
             continue
@@ -300,11 +299,6 @@ def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
     return f
 
 
-def _risen(f: Finding) -> str:
-    "The severity of a sign that a loss event followed."
-    return "warning" if f.severity == "info" and f.kind in _GROWING else f.severity
-
-
 def layer_leads(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far
@@ -321,7 +315,8 @@ def layer_leads(
             return _led_shortly(f, events, reach)
         # once grown, these stay: whatever event of the loss comes next was led
         later = [event for event in events if event >= f.first]
-        return _led(f.with_(severity=_risen(f)), f.first, later[0]) if later else f
+        severity = "warning" if f.severity == "info" and f.kind in _GROWING else f.severity
+        return _led(f.with_(severity=severity), f.first, later[0]) if later else f
 
     return [led(f) for f in findings]
 

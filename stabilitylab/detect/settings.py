@@ -59,9 +59,8 @@ def find_lr_jump(
         return []
     jumps, value = _jumps(rate.value), rate.value
     if len(jumps):
-        begins = np.r_[False, np.diff(rate.step) < 0] & (
-            rate.step <= rate.step[0]
-        )  # another run in this file
+        # another run in this file
+        begins = np.r_[False, np.diff(rate.step) < 0] & (rate.step <= rate.step[0])
         jumps = jumps[~begins[jumps]]
     if not len(jumps):
         return []

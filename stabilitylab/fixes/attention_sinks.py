@@ -66,9 +66,7 @@ def _softmax_plus_one(log: UndoLog) -> None:
 )
 def _learned_sink(
     log: UndoLog,
-    start: Annotated[
-        float, Range(-30.0, 10.0)
-    ] = 0.0,  # the logits at first; very negative: close to no change
+    start: Annotated[float, Range(-30.0, 10.0)] = 0.0,  # the logits at first; -30: close to no change
 ) -> None:
     "One more column with a learned logit for each head in the softmax."
     _add_parameters(log, {"sink": lambda layer: torch.full((layer.n_head,), float(start))})

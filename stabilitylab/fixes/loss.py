@@ -95,9 +95,7 @@ def _log_z(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch
 )
 def _z_loss(
     log: UndoLog,
-    weight: Annotated[
-        float, Range(0.0, 1.0)
-    ] = 1e-4,  # c: 1e-5 (OLMo 2), 1e-4 (PaLM); 1e-2 to show in 200 steps
+    weight: Annotated[float, Range(0.0, 1.0)] = 1e-4,  # c: 1e-5 (OLMo 2), 1e-4 (PaLM); 1e-2 for 200 steps
     start: Annotated[int, Range(0, 10_000_000)] = 0,  # step from which on it counts; late in Marin
 ) -> None:
     "Add c·mean(log² Z) to the loss."

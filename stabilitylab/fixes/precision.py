@@ -93,11 +93,6 @@ def _widen(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> N
     parameter.grad = None if gradient is None else gradient.float()
     _cast_moments(optimizer, parameter, torch.float32)
 
-
-def _lost(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    "What rounding took, itself kept in bf16 as in a run that has no fp32 at all."
-    return quantise(exact - rounded.detach(), "bf16").to(exact)
-
 # %% ../../nbs/api/fixes/21_precision.ipynb #203649ff
 class GridRounding(Hook):
     "Computes the update in float32 and rounds the weights to bf16."
@@ -132,7 +127,10 @@ class GridRounding(Hook):
         for parameter in _trained(training):
             parameter.data.copy_(self.rounded(parameter))
         if self.rounding == "kahan":
-            self.lost = [_lost(old, new) for old, new in zip(exact, _trained(training), strict=True)]
+            self.lost = [
+                quantise(old - new.detach(), "bf16").to(old)
+                for old, new in zip(exact, _trained(training), strict=True)
+            ]
         for parameter in self.narrow:
             parameter.grad = None
             parameter.data = parameter.data.bfloat16()

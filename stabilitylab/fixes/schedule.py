@@ -54,9 +54,7 @@ def _scale_rates(log: UndoLog, factor: Callable[[int], float], what: str) -> Non
 )
 def _lower_lr(
     log: UndoLog,
-    factor: Annotated[
-        float, Range(1e-4, 1.0)
-    ] = 0.3,  # half a decade; IDEFICS: 0.75, 0.5, 0.25; OPT: 0.9, then 2/3
+    factor: Annotated[float, Range(1e-4, 1.0)] = 0.3,  # half a decade; IDEFICS: 0.75 to 0.25; OPT: 0.9, 2/3
 ) -> None:
     "Multiply the learning rate by less than one."
     _scale_rates(log, lambda step: factor, f"learning rate times {factor:g}")

@@ -156,9 +156,8 @@ class Watch:
     ):
         # without it Dynamo would trace the hook, and read from a graph what has no numbers yet
         if not hasattr(function, "__self__"):  # a method says so itself
-            vars(function)["_torchdynamo_disable"] = (
-                True  # runs between two graphs, with the tensors that are there
-            )
+            # runs between two graphs, with the tensors that are there
+            vars(function)["_torchdynamo_disable"] = True
         self.owner, self.function = ref(module), function
         _reduce_without_watches(type(module))
 

@@ -207,12 +207,9 @@ def _fields_of_groups(line: bytes, record: re.Match[bytes], end: int) -> list[_F
 # %% ../../nbs/api/read/06_text.ipynb #0a307146
 def line_parser(
     record: bytes,  # a regular expression for one record; group `step`, where there is one, is its step
-    pairs: bytes
-    | None = None,  # a name and value in it: groups `name` and `value` (`%N`); None: the other groups
+    pairs: bytes | None = None,  # a name and value in it: groups `name`, `value` (`%N`); None: the others
     rename: dict[str, str] | None = None,  # names that need a clearer word, such as one that says the unit
-    prefixes: Sequence[
-        tuple[bytes, str]
-    ] = (),  # (regular expression, prefix of the names in lines that match)
+    prefixes: Sequence[tuple[bytes, str]] = (),  # (regular expression, prefix of names in lines that match)
 ) -> Parser:  # the reading of one line
     "A parser of lines that hold one or more records of names and values."
     shape = re.compile(record)

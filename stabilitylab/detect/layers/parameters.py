@@ -48,11 +48,6 @@ def find_param_grad_explosion(
     return [Finding("grad_norm_explosion", severity, onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #868b8701
-def _lacks_gradients(run: xr.DataTree) -> bool:
-    "Whether the Recorder notes that it stopped reading gradients."
-    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
-
-
 def _weight_beside(name: str) -> str:
     "The weight of the module of a bias; '' for another parameter."
     module, _, last = name.rpartition(".")
@@ -70,12 +65,11 @@ def _never_called(run: xr.DataTree) -> set[str]:
 
 def find_no_gradient(
     run: xr.DataTree,  # a record
-) -> list[
-    Finding
-]:  # at most three: biases on which the loss does not depend, and modules never called, are notes
+) -> list[Finding]:  # at most three: biases without effect, and modules never called, are notes
     "Trainable parameters that got no gradient in the whole run."
     gradients = group_of(run, "gradients", "grad_norm", "nonfinite_count", min_steps=1)
-    if gradients is None or _lacks_gradients(run):
+    notes = (text for _, text in event_texts(run))
+    if gradients is None or any(re.match("gradients (of .+ )?missing from step ", note) for note in notes):
         return []
     norm, nonfinite = gradients.grad_norm, gradients.nonfinite_count
     has_gradient = np.nan_to_num(norm.transpose("step", "param").values, nan=0.0, posinf=1.0).any(axis=0)

@@ -240,9 +240,8 @@ def _largest_rise(
     if last - begin + 1 < count_limit("median_records"):
         return None
     here = value[skipped + width * first : skipped + width * (last + 1)]
-    apart = _DIFFERENCE_TO_SD * max(
-        np.abs(np.diff(here)).mean(), np.abs(np.diff(value)).mean()
-    )  # tails count too
+    # tails count too
+    apart = _DIFFERENCE_TO_SD * max(np.abs(np.diff(here)).mean(), np.abs(np.diff(value)).mean())
     # two estimates of a block's noise, from its neighbours and from its records; each fails where the other
     # holds
     alone = apart * np.sqrt(np.pi / 2 / width)  # of a median of independent records

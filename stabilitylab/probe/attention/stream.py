@@ -323,10 +323,8 @@ def _is_sharp(sums: Sums) -> bool:
 # %% ../../../nbs/api/probe/attention/21_stream.ipynb #19362ee4
 def attention_sums(
     call: AttentionCall,  # the attention
-    dtype: torch.dtype
-    | None = None,  # of the products; None: float32 where that keeps five digits, else float64
-    size: int
-    | None = None,  # most scores held at a time; None: what fits the cache, 1/160 of all without a compiler
+    dtype: torch.dtype | None = None,  # of products; None: float32 where that keeps five digits, else float64
+    size: int | None = None,  # most scores at a time; None: what fits the cache, 1/160 without a compiler
 ) -> Sums:  # what the blocks add up to
     "One pass over the attention in blocks, with memory that grows as its length."
     bound = _logit_bound(call)

@@ -89,9 +89,7 @@ def eager_model(
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead")
 _CONTEXT = ("encoder_hidden_states", "key_value_states", "context", "memory", "cross_attention_states")
 _SOME_INPUTS, _SOME_PLACES = 4, 16  # logits that are kept of a pass
-_WITH_OPTIONS = (
-    "attend"  # name of the attention of our reference models, which hands its options to a watcher
-)
+_WITH_OPTIONS = "attend"  # the attention of our reference models, which hands its options to a watcher
 _CROSS = re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I)
 _BESIDE = re.compile(r"dropout|identity|conv", re.I)  # classes of what stands beside an attention
 
@@ -110,9 +108,7 @@ class Caught:
     role: str  # 'self' or 'cross'
     source: str  # means of capture: sdpa, flex, nn.MultiheadAttention, eager, eager scores, registry
     statistics: Any  # `HeadStatistics` of its heads, or the result of `measure`
-    tokens: (
-        torch.Tensor | None
-    )  # (document, head) token id at each document's sink; None where ids are unknown
+    tokens: torch.Tensor | None  # (document, head) token id at each document's sink; None: ids are unknown
     stream: StreamPeak | None = None  # largest magnitudes of its block's output; None if there are none
     stream_token: int = -1  # token id at the largest magnitude; -1 if unknown
 
@@ -321,11 +317,6 @@ class _MeasuredCalls(TorchFunctionMode):
         named = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
         # names of modules that look like attention
         self.looks = [n for n in named if not _is_beside(model.get_submodule(n))]
-
-    @property
-    def logits(self) -> torch.Tensor | None:  # (input, place, vocab)
-        "Some logits of the pass."
-        return self.outputs.logits
 
     def _see(self, func: Callable, args: tuple, kwargs: dict, out: object) -> None:
         "Recognise one function call."

@@ -145,11 +145,6 @@ def _interval(bar: np.ndarray) -> int | None:
     return fitting[-1] if fitting else None
 
 
-def _is_late(records: Samples) -> bool:
-    "Whether records stand after a bar that had moved on: neighbours share a step."
-    return bool(len(records.step) > 1 and (np.diff(records.step) == 0).any())
-
-
 def _epochs_at(log: LogData, order: np.ndarray) -> np.ndarray | None:
     "The epoch that stands in, or next behind, each record; None where the log has none."
     epoch = log.samples.get("epoch")
@@ -244,7 +239,7 @@ def _read_trainer(path: Path) -> LogData:
     records = log.samples.get("loss")
     if records is None and "train_loss" in log.samples:
         log.canonical_names["train_loss"] = "final_train_loss"  # printed once, at the end of each training
-    if records is not None and _is_late(records):
+    if records is not None and (np.diff(records.step) == 0).any():
         segments = _segments(log, records)
         steps = _even_steps(records, segments)
         words = "one logging interval apart: the dicts were flushed behind the bar"
