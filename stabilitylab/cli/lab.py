@@ -18,9 +18,7 @@ from pathlib import Path
 _CELL = "from stabilitylab import Workbench\n\nWorkbench({source}, remember={remember!r})"
 
 
-def add_lab(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_lab(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab lab`."
     parser = commands.add_parser(
         "lab",
@@ -104,9 +102,7 @@ def _run_lab(
     return subprocess.call(_lab_command(notebook, not args.no_browser, is_root))
 
 # %% ../../nbs/api/cli/04_lab.ipynb #39dc27db
-def add_mcp(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_mcp(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab mcp`."
     p = commands.add_parser(
         "mcp",
@@ -141,9 +137,7 @@ def run_mcp(
     return 0
 
 # %% ../../nbs/api/cli/04_lab.ipynb #46ce7d0c
-def add_skill(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_skill(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab skill`."
     p = commands.add_parser(
         "skill",

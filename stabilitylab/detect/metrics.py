@@ -81,9 +81,7 @@ def _norms_around(run: xr.DataTree, first: int, last: int) -> dict[str, float]:
     return {"grad_norm_before": float(np.median(lead)), "grad_norm_peak": float(inside.max())}
 
 
-def find_loss_scale_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_loss_scale_collapse(run: xr.DataTree) -> list[Finding]:  # at most one
     "Repeated halvings of the fp16 loss scale, and steps that were skipped for overflow."
     scale = curve(run, "loss_scale")
     if scale is None or (scale.value < 0).any():
@@ -120,9 +118,7 @@ def find_loss_scale_collapse(
     return [Finding("loss_scale_collapse", severity, first, last, evidence=evidence, series=scale.name)]
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #facc128f
-def step_times(
-    run: xr.DataTree,  # a record
-) -> Curve | None:  # seconds; None where neither is logged
+def step_times(run: xr.DataTree) -> Curve | None:  # seconds; None where neither is logged
     "The time of each step, from the throughput where no time is logged; None without either."
     times = curve(run, "step_time")
     if times is not None:
@@ -215,9 +211,7 @@ def find_throughput_drop(
     return [worst.with_(evidence=worst.evidence | many)]
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #27bb48bc
-def find_z_loss_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding per sudden fall
+def find_z_loss_collapse(run: xr.DataTree) -> list[Finding]:  # one finding per sudden fall
     "Sudden falls of the z-loss: the output logits collapsed."
     z_loss = curve(run, "z_loss")
     if z_loss is None or len(z_loss.value) < count_limit("least_long"):
@@ -309,9 +303,7 @@ def _cast_place(run: xr.DataTree, format: str) -> str:
     return evidence_words("cast in the head", other=full) if full else evidence_words("cast anywhere")
 
 
-def find_quantized_loss(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_quantized_loss(run: xr.DataTree) -> list[Finding]:  # at most one
     "A logged loss that takes only the values of bf16 or fp16."
     loss = loss_curve(run)
     if loss is None or len(loss.value) < count_limit("least_long"):

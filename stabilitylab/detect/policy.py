@@ -105,9 +105,7 @@ def _severity(reward_did: str | float, is_fault: tuple[str, ...]) -> str:
     return "warning" if reward_did in is_fault else "info"
 
 
-def find_policy_entropy(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_policy_entropy(run: xr.DataTree) -> list[Finding]:  # at most one
     "A policy whose entropy fell to a tenth of its start, or rose to three times, and stays there."
     series = policy_series(run)
     entropy = series.get("entropy")
@@ -139,9 +137,7 @@ def _kl_jumps(kl: Curve) -> np.ndarray:
     return np.flatnonzero(kl.value > np.fmax(limit("tenfold") * usual, limit("small_nats")))
 
 
-def find_large_policy_steps(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_large_policy_steps(run: xr.DataTree) -> list[Finding]:  # at most one
     "Updates after which the policy is far from the one that gathered the data."
     series = policy_series(run)
     kl, clipped = series.get("kl"), series.get("clipped")
@@ -162,9 +158,7 @@ def find_large_policy_steps(
     return [Finding("policy_step_too_large", severity, onset, None, evidence=evidence, series=name)]
 
 # %% ../../nbs/api/detect/15_policy.ipynb #a02e06c4
-def find_reward_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_reward_collapse(run: xr.DataTree) -> list[Finding]:  # at most one
     "A reward that fell from its best level by most of what it had gained, and stays down."
     reward = policy_series(run).get("reward")
     if reward is None or len(reward.value) < 2 * count_limit("short_records"):
@@ -198,9 +192,7 @@ def _lasting(series: Curve, bound: float) -> int | None:
     return lasts_from(_smoothed(series.value) >= bound, count_limit("short_records"))
 
 
-def find_zero_advantage(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_zero_advantage(run: xr.DataTree) -> list[Finding]:  # at most one
     "Groups whose answers all have one reward, so that they give no gradient."
     series = policy_series(run)
     alike, spread = series.get("alike"), series.get("spread")
@@ -218,9 +210,7 @@ def find_zero_advantage(
     ]
 
 
-def find_cut_answers(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_cut_answers(run: xr.DataTree) -> list[Finding]:  # at most one
     "Answers of which most are cut at the maximum length."
     series = policy_series(run)
     cut = series.get("cut")

@@ -45,9 +45,7 @@ def find_resumed_segments(
     return [together, *(f for f in findings if f.onset > step[0])]
 
 # %% ../../nbs/api/detect/03_restarts.ipynb #7670b69a
-def find_broken_resume(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_broken_resume(run: xr.DataTree) -> list[Finding]:  # at most one
     "Where a resumed run lost its loss with the first records and never came back."
     loss = loss_curve(run)
     n_level = count_limit("few_records")

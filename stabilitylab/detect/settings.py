@@ -225,9 +225,7 @@ def _effect(setting: Curve, at: int, ends: list[int], loss: Curve) -> Finding | 
     return Finding("environment_change", "info", start, stop - 1, evidence=evidence, series=setting.name)
 
 
-def find_setting_effects(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # one a change
+def find_setting_effects(run: xr.DataTree) -> list[Finding]:  # one a change
     "Settings that were changed while the run went on, each with what the loss did."
     scalars, loss = scalars_of(run), loss_curve(run)
     went_back = "segment" in scalars.coords and scalars.sizes["step"] and np.ptp(scalars.segment.values)

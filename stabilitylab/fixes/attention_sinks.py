@@ -118,10 +118,7 @@ class _HeadGate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_gates, width))
         self.gates: torch.Tensor | None = None  # (batch, seq, gate) of the current forward pass
 
-    def forward(
-        self,
-        heads: torch.Tensor,  # (batch, seq, width)
-    ) -> torch.Tensor:
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:  # heads: (batch, seq, width)
         "The heads' outputs (batch, seq, width), head after head, times their gates."
         if self.gates is None:
             return heads

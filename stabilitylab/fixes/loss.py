@@ -230,9 +230,7 @@ def _token_mean(log: UndoLog) -> None:
         raise bad_input("fix", "token_mean", allowed, hint)
     count = _counter_of_targets(log.training)
 
-    def token_shares(
-        parts: list,  # the micro-batches of a step
-    ) -> list[float]:
+    def token_shares(parts: list) -> list[float]:  # parts: the micro-batches of a step
         "Each micro-batch's fraction of the tokens, sum 1."
         counts = [count(part) for part in parts]
         return [n / max(sum(counts), 1) for n in counts]
@@ -257,10 +255,7 @@ class _Predivision(Hook):
         return loss / self.factor
 
     @torch.no_grad()
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Restores the size of the gradients."
         for parameter in training.model.parameters():
             if parameter.grad is not None:

@@ -40,10 +40,7 @@ def _meaning(words: str) -> dict:
 class _KnowledgeTools(Runs):
     "What words mean, and what checkpoints hold."
 
-    def explain(
-        self,
-        words: str,  # a finding kind, a symptom or a word of the glossary
-    ) -> dict:
+    def explain(self, words: str) -> dict:  # words: a finding kind, a symptom or a word of the glossary
         "What a finding kind, a symptom or a word of the glossary means; the causes and what separates them."
         report, last = _meaning(words), next(reversed(self._runs), None)
         if last is None or "kind" not in report:

@@ -147,10 +147,7 @@ class StepSums:
         "Whether an output or a gradient is not finite; waits for the device."
         return has_bad((*self.outputs.values(), *self.gradients.values()))
 
-    def to_item(
-        self,
-        scalars: dict[str, Any],  # of the step
-    ) -> dict:
+    def to_item(self, scalars: dict[str, Any]) -> dict:  # scalars: of the step
         "What the writer is given: copies on their way to the host, and events that say when they are there."
         rows = (*self.outputs.values(), *self.gradients.values(), *self.updates.values())
         scale = self.gradient_scale
@@ -277,9 +274,7 @@ class Probes:
                 part.remove()
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a0b
-def take_step(
-    probes: Probes,  # of the model
-) -> StepSums:
+def take_step(probes: Probes) -> StepSums:  # probes: of the model
     "Everything that the step which ends left with the probes; they start anew."
     guard, slots = probes.guard, probes.modules.slots
     outputs, uses, order = guard.attempt(OUTPUTS, None, probes.modules.take) or ({}, {}, [])

@@ -69,10 +69,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(
-        self,
-        part: object,  # of the batch
-    ) -> object:
+    def forward(self, part: object) -> object:  # part: of the batch
         "The loss of a micro-batch."
         return self.loss(self.model, part)
 
@@ -285,10 +282,7 @@ class AttentionView(_AttentionWidgets):
             )
             show_sharp(self.further, drawn)
 
-    def click(
-        self,
-        click: dict,  # x, a step, and y, a row
-    ) -> None:
+    def click(self, click: dict) -> None:  # click: x, a step, and y, a row
         "Chooses the head in this row."
         data = attention_of(self.shared.run)
         if data is None:

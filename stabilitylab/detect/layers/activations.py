@@ -227,9 +227,7 @@ def find_underflow(
     return [Finding("underflow", "warning", sampled.step.values[0], modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #5819943a
-def find_dead_units(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_dead_units(run: xr.DataTree) -> list[Finding]:  # at most one
     "Modules whose output stays zero nearly everywhere."
     sampled = group_of(run, "sampled_activations", "zero_frac", min_steps=2)
     if sampled is None:

@@ -281,9 +281,7 @@ def _best(series: Curve, start: int) -> Rise | None:
     return max(large, key=lambda r: r.z, default=None)
 
 
-def find_slow_rise(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_slow_rise(run: xr.DataTree) -> list[Finding]:  # at most one
     "Where the loss climbed slowly."
     series = longest_run(loss_curve(run))
     if series is None or series.name not in ("loss", "perplexity") or (series.value < 0).any():

@@ -63,9 +63,7 @@ def _fall_of(series: Curve) -> _Fall:
 _COIN_FLIP = (math.log(2), 2 * math.log(2))  # nats of a guess between two classes, of one and of two of them
 
 
-def find_not_learning(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one: `not_learning` or `plateau`
+def find_not_learning(run: xr.DataTree) -> list[Finding]:  # at most one: `not_learning` or `plateau`
     "A loss that never moved, or that stopped moving for a large part of the run and then went on."
     series = longest_run(loss_curve(run))
     if series is None or len(series.value) < count_limit("least_long"):
@@ -165,9 +163,7 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
     ]
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b0ebaeed
-def find_leak(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_leak(run: xr.DataTree) -> list[Finding]:  # at most one
     "A loss near zero almost at once, on validation data too: the input holds the answer, or no task."
     series, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
     if series is None or not is_likelihood(series):

@@ -64,9 +64,7 @@ def _table() -> list[dict]:
 def _first_of(parsers: list[Parser]) -> Parser:
     "A parser that gives the records of the first of several that finds any."
 
-    def parse(
-        line: bytes,  # without its line break
-    ) -> list[Hit]:
+    def parse(line: bytes) -> list[Hit]:  # line: without its line break
         "The records of one line."
         return next((hits for parser in parsers if (hits := parser(line))), [])
 

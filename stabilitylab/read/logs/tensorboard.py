@@ -199,10 +199,7 @@ class _Event(NamedTuple):
     values: list[_Value]
     n_others: int  # summaries that are no scalar
 
-    def free(
-        self,
-        begin: int,  # offset of the message in the file
-    ) -> list[tuple[int, int]]:
+    def free(self, begin: int) -> list[tuple[int, int]]:  # begin: offset of the message in the file
         "(offset, size) of the bytes that differ between messages of one shape."
         parts = [(self.time, 8)] if self.time is not None else []
         parts += [self.step] if self.step else []
