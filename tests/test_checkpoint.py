@@ -52,34 +52,6 @@ assert table.zeros.sum() == 150_000_000
 print(peak() - base)
 """
 
-OWN_PEAK = """
-import sys, psutil, threading, time
-from stabilitylab.checkpoint.scan import scan_checkpoint
-me = psutil.Process()
-base, peak, go = me.memory_full_info().uss, [0], [True]
-def watch():
-    while go[0]:
-        peak[0] = max(peak[0], me.memory_full_info().uss)
-        time.sleep(.02)
-thread = threading.Thread(target=watch)
-thread.start()
-table = scan_checkpoint(sys.argv[1], progress=False)
-go[0] = False
-thread.join()
-assert table.zeros.sum() == 250_000_000
-print((peak[0] - base)/1e6)
-"""
-RESIDENT_PEAK = """
-import resource, sys
-import torch._subclasses.fake_tensor
-from stabilitylab.checkpoint.scan import scan_checkpoint
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e3
-base = peak()
-table = scan_checkpoint(sys.argv[1], progress=False)
-assert table.zeros.sum() == 150_000_000
-print(peak() - base)
-"""
-
 
 def refused(path, words):
     with pytest.raises(ValueError, match=words):

@@ -333,8 +333,8 @@ def test_every_threshold_is_read_and_every_phrase_has_its_kind():
 
     import stabilitylab.detect
     import stabilitylab.probe
+    from stabilitylab.detect.findings import MODULE_PHRASES, PHRASES
     from stabilitylab.detect.limits import LIMITS
-    from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES
     from stabilitylab.names.glossary import FINDING_KINDS
 
     rooms = Path(stabilitylab.detect.__path__[0]), Path(stabilitylab.probe.__path__[0])

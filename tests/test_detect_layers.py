@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.findings import explain
 from stabilitylab.detect.non_finite import find_first_non_finite
-from stabilitylab.detect.phrase import explain
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.attention.layers import find_ignored_by_mixture

@@ -16,7 +16,7 @@ import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.registry import sample
 from stabilitylab.detect.facts.evidence import evidence
-from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.findings import Finding, Findings, explain
 from stabilitylab.detect.layers.activations import find_overflow
 from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
@@ -27,7 +27,6 @@ from stabilitylab.detect.layers.parameters import (
 from stabilitylab.detect.likely_cause import missing_measures, most_likely, ranked_causes
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.non_finite import find_first_non_finite
-from stabilitylab.detect.phrase import explain
 from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.draft import setup_template

@@ -13,8 +13,7 @@ import torch
 
 from stabilitylab.cases.registry import sample
 from stabilitylab.mcp.answers import answer
-from stabilitylab.mcp.server import TOOLS
-from stabilitylab.mcp.tools import Tools
+from stabilitylab.mcp.server import TOOLS, Tools
 from stabilitylab.mcp.trial_job import TrialJob
 from stabilitylab.names.errors import InputError
 from stabilitylab.trial.arm import arm_of, null_arm

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from stabilitylab.cases.registry import sample
-from stabilitylab.mcp.server import TOOLS, make_server
-from stabilitylab.mcp.tools import Tools
+from stabilitylab.mcp.server import TOOLS, Tools, make_server
 
 pytest.importorskip("mcp", reason="the extra stabilitylab[agent] is not installed: no MCP SDK")
 RUN = "lm_high_lr"

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from stabilitylab.numerics.formats import quantise
-from stabilitylab.numerics.lattice import lattice
+from stabilitylab.numerics.formats import lattice, quantise
 
 
 def loss(seed, n):

@@ -6,8 +6,7 @@ import string
 
 import pytest
 
-from stabilitylab.detect.findings import Finding
-from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES, explain
+from stabilitylab.detect.findings import MODULE_PHRASES, PHRASES, Finding, explain
 from stabilitylab.names.words import format_count, format_number
 
 NUMBERS = (0, 1, 2, 1.0, 0.5, 12345, 26_314_000.0, 3.7e39, 10**39, "inf", "nan")
@@ -27,13 +26,13 @@ PLURAL_OF_ONE = re.compile(
 
 def holes():
     "Every hole of every phrase, those inside coded words too."
-    from stabilitylab.detect import phrase
+    from stabilitylab.detect import findings
 
     told = [*itertools.chain(*PHRASES.values(), *MODULE_PHRASES.values())]
-    told += [words for coded in phrase._CODED.values() for words in coded["words"].values()]
+    told += [words for coded in findings._CODED.values() for words in coded["words"].values()]
     names = {name for text in told for _, name, _, _ in string.Formatter().parse(text) if name}
-    fields = names | {coded["of"] for coded in phrase._CODED.values()}
-    return sorted(fields - set(phrase._CODED))
+    fields = names | {coded["of"] for coded in findings._CODED.values()}
+    return sorted(fields - set(findings._CODED))
 
 
 def evidence(number, choice):

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from stabilitylab.detect.skipping import read_loss_scale
-from stabilitylab.numerics.formats import quantise, stochastic_round
-from stabilitylab.numerics.lattice import debias, lattice
+from stabilitylab.numerics.formats import debias, lattice, quantise, stochastic_round
 from stabilitylab.numerics.rounding.attention_range import (
     Scaler,
     attention_scale_overflow,

@@ -11,12 +11,12 @@ from stabilitylab.detect.diagnose import finish
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import clean, number
 from stabilitylab.report.brief import brief
 from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html
 from stabilitylab.report.step import replay_html
 from stabilitylab.report.terminal import findings_text, run_json, run_markdown, run_text, runs_json
-from stabilitylab.report.words import clean, number
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_events, make_scalars
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stabilitylab.detect.experts import find_expert_collapse
+from stabilitylab.probe.probes import RouterProbe
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.probe.routers import RouterProbe
 from stabilitylab.run.record import open_run
 
 MIXTURES = {

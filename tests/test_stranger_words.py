@@ -15,7 +15,7 @@ from stabilitylab.cli.main import _each_warning_once
 from stabilitylab.detect.context import at_step, loss_span, run_context
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.facts.jump_facts import _total
-from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.findings import Finding, Findings, explain
 from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
     find_lost_updates,
@@ -25,7 +25,6 @@ from stabilitylab.detect.layers.parameters import (
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.detect.loss.trend import find_not_learning
 from stabilitylab.detect.non_finite import find_first_non_finite
-from stabilitylab.detect.phrase import explain
 from stabilitylab.fixes.training import Training
 from stabilitylab.investigation import plan
 from stabilitylab.knowledge.remedies import REMEDIES_SHOWN, choose_remedies

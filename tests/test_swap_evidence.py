@@ -15,7 +15,7 @@ from stabilitylab.detect.facts import evidence
 from stabilitylab.detect.findings import Findings
 from stabilitylab.detect.likely_cause import missing_measures, most_likely, ranked_causes
 from stabilitylab.investigation.opening import open_recordings, swap_facts, with_swap_test
-from stabilitylab.mcp.tools import Tools
+from stabilitylab.mcp.server import Tools
 from stabilitylab.replay import examine, swap
 from stabilitylab.run.record import open_run
 from stabilitylab.workbench.state import open_state

@@ -7,9 +7,8 @@ import pytest
 import xarray as xr
 
 from stabilitylab.cases.registry import sample
-from stabilitylab.detect.findings import Finding
+from stabilitylab.detect.findings import Finding, evidence_words, explain
 from stabilitylab.detect.likely_cause import _is_older, ranked_causes
-from stabilitylab.detect.phrase import evidence_words, explain
 from stabilitylab.detect.settings import loss_after_jump
 from stabilitylab.investigation.opening import _why_none
 from stabilitylab.names.errors import InputError

@@ -55,7 +55,7 @@ def test_the_cause_of_a_recorded_run_and_the_facts_it_rests_on(name, tmp_path):
 
 def test_a_raised_rate_is_undone_and_its_step_is_the_one_to_replay(tmp_path):
     "The rate rose sixty-fold at once: the fix goes back to the rate before, and `next` looks at that step."
-    from stabilitylab.mcp.tools import Tools
+    from stabilitylab.mcp.server import Tools
     from stabilitylab.report.content import replay_command
     from stabilitylab.trial.suggest import suggest
 

@@ -293,9 +293,7 @@ def _in_folder(folder: tempfile.TemporaryDirectory) -> Findings:
 def _fault_case(kind: str, fault: str, at: int, *also: str) -> Case:
     "A fault of the classifier as a case."
 
-    def build(
-        seed: int,  # of the weights and of the data
-    ) -> xr.DataTree:
+    def build(seed: int) -> xr.DataTree:  # seed: of the weights and of the data
         "Its record."
         return record_classifier(seed, fault, at)
 

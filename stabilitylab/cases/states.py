@@ -137,9 +137,7 @@ def trigger_batch(
     rows: int = 64,  # number of sequences
     length: int = 16,  # number of positions per sequence
     flag: float = 4.0,  # value of the flag at the first position and of the triggers
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]:  # inputs (rows, length, 10), targets (rows, length, 8), triggers (rows, length)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # inputs (rows, length, 10), targets (…, 8), triggers
     "A batch of the trigger task: a flag at position 0, triggers at 30 % of the others, 8 random values."
     x = torch.randn(rows, length, 10, generator=generator)
     x[..., :2] = 0

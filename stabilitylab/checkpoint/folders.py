@@ -184,10 +184,7 @@ class _OpenedPieces:
         )
         return values.reshape(high - low, *piece.size[1:])
 
-    def open(
-        self,
-        piece: _Piece,  # one stored block of the tensor
-    ) -> LazyTensor:
+    def open(self, piece: _Piece) -> LazyTensor:  # piece: one stored block of the tensor
         "One piece, not read yet."
         if piece not in self.opened:
             path = inside(self.folder, piece.file)

@@ -40,10 +40,7 @@ class _Machine:
         self.storages: dict[str, Storage] = {}
         self.room = 8 * size + 2**20  # entries and characters that builders may still be given
 
-    def popped(
-        self,
-        count: int,  # how many values, >= 1
-    ) -> list:
+    def popped(self, count: int) -> list:  # count: how many values, >= 1
         "The topmost values, in the order in which they were pushed."
         if count > len(self.stack):
             raise ValueError("an empty stack")
@@ -58,10 +55,7 @@ class _Machine:
         del self.stack[begin:]
         return values
 
-    def arguments(
-        self,
-        values: object,  # the topmost value; a tuple in a valid pickle
-    ) -> tuple:
+    def arguments(self, values: object) -> tuple:  # values: the topmost value; a tuple in a valid pickle
         "The arguments of a builder; refused where builders were given far more than the file can hold."
         if not isinstance(values, tuple):
             raise ValueError("arguments that are no tuple")
@@ -72,10 +66,7 @@ class _Machine:
             raise ValueError("it builds more than it holds")
         return values
 
-    def extend(
-        self,
-        values: list,  # the new items
-    ) -> None:
+    def extend(self, values: list) -> None:  # values: the new items
         "Add to the list on the stack, or to the object that is a kind of list."
         owner = self.stack[-1]
         items = owner.items if isinstance(owner, StubObject) else owner
@@ -83,10 +74,7 @@ class _Machine:
             raise ValueError("an item outside of a list")
         items.extend(values)
 
-    def update(
-        self,
-        values: list,  # key, value, key, value, ...
-    ) -> None:
+    def update(self, values: list) -> None:  # values: key, value, key, value, ...
         "Add keys and values in turn to the dict on the stack, or to the object that is a kind of dict."
         _update(self.stack[-1], values)
 

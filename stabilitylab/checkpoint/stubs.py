@@ -206,10 +206,7 @@ class _Kind:
     def __init__(self, code: str):
         self.code = code
 
-    def fill(
-        self,
-        state: tuple,  # (version, byte order, …), as the pickle holds it
-    ) -> None:
+    def fill(self, state: tuple) -> None:  # state: (version, byte order, …), as the pickle holds it
         "Set the byte order."
         if state[1] in ("<", ">", "|", "="):
             self.code = state[1] + self.code.lstrip("<>|=")

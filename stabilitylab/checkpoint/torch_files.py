@@ -179,10 +179,7 @@ class _Contents(_StoredValues):
             self.take(part, f"{name}.{key}" if name and key != "" else name or str(key))
         self.path.pop()
 
-    def take_groups(
-        self,
-        groups: object,  # `param_groups` of an optimizer's state dict
-    ) -> None:
+    def take_groups(self, groups: object) -> None:  # groups: `param_groups` of an optimizer's state dict
         "The settings of every group of an optimizer; ignored where these are no groups."
         if not isinstance(groups, list | tuple):
             return
@@ -323,10 +320,7 @@ class _Entries:
 class _Archive(_Entries):
     "A torch file whose tensors are found by name and checked once, as they are read."
 
-    def verify(
-        self,
-        key: str,  # of a storage in the archive
-    ) -> None:
+    def verify(self, key: str) -> None:  # key: of a storage in the archive
         "Compare the bytes of a storage with their CRC-32, once."
         if not self.has_checksums:
             return

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from stabilitylab.detect.findings import Findings
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #0d2790c0
-def add_diagnose(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_diagnose(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab diagnose`."
     p = commands.add_parser(
         "diagnose",

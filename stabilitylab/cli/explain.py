@@ -15,9 +15,7 @@ from importlib.resources import files
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/cli/20_explain.ipynb #7a1eb7ac
-def add_explain(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_explain(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab explain`."
     p = commands.add_parser(
         "explain",
@@ -60,9 +58,7 @@ def _plain(markdown: str, width: int) -> str:
     "The same text for a terminal: wrapped, headings without marks, addresses as numbered sources at the end."
     numbers: dict[str, int] = {}  # address -> its number
 
-    def numbered(
-        link: re.Match[str],  # a Markdown link: (text, address)
-    ) -> str:
+    def numbered(link: re.Match[str]) -> str:  # link: a Markdown link: (text, address)
         "The text of a link with the number of its source."
         return f"{link[1]} [{numbers.setdefault(link[2], len(numbers) + 1)}]"
 
@@ -78,9 +74,7 @@ def _plain(markdown: str, width: int) -> str:
     return "\n".join([*lines, *(["", "Sources", "", *sources] if sources else [])])
 
 # %% ../../nbs/api/cli/20_explain.ipynb #b78911c9
-def add_formats(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_formats(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab formats`."
     p = commands.add_parser("formats", help="list the log formats that can be read")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -92,9 +86,9 @@ def _run_formats(
 ) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
     from stabilitylab.names.encode import to_json
+    from stabilitylab.names.words import clean
     from stabilitylab.read.recognise import formats
     from stabilitylab.report.terminal import columns_text
-    from stabilitylab.report.words import clean
 
     rows = [(format.name, format.title, clean(format.example, 90)) for format in formats()]
     named = [dict(zip(("name", "title", "example"), row, strict=True)) for row in rows]
@@ -170,9 +164,7 @@ def _reached(names: list[str], rows: dict) -> list[str]:
     return reached
 
 # %% ../../nbs/api/cli/20_explain.ipynb #94c71e69
-def add_schema(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_schema(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab schema`."
     p = commands.add_parser(
         "schema",

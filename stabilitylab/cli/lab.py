@@ -18,9 +18,7 @@ from pathlib import Path
 _CELL = "from stabilitylab import Workbench\n\nWorkbench({source}, remember={remember!r})"
 
 
-def add_lab(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_lab(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab lab`."
     parser = commands.add_parser(
         "lab",
@@ -104,9 +102,7 @@ def _run_lab(
     return subprocess.call(_lab_command(notebook, not args.no_browser, is_root))
 
 # %% ../../nbs/api/cli/04_lab.ipynb #39dc27db
-def add_mcp(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_mcp(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab mcp`."
     p = commands.add_parser(
         "mcp",
@@ -131,8 +127,7 @@ def run_mcp(
     args: argparse.Namespace,  # what `add_mcp` declares
 ) -> int:  # exit code 0
     "Serves until the client goes away."
-    from stabilitylab.mcp.server import TOOLS, make_server
-    from stabilitylab.mcp.tools import Tools
+    from stabilitylab.mcp.server import TOOLS, Tools, make_server
     from stabilitylab.report.terminal import columns_text
 
     if args.list:
@@ -142,9 +137,7 @@ def run_mcp(
     return 0
 
 # %% ../../nbs/api/cli/04_lab.ipynb #46ce7d0c
-def add_skill(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_skill(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab skill`."
     p = commands.add_parser(
         "skill",

@@ -47,10 +47,7 @@ _CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<got>.*?)' \(
 class _Parser(argparse.ArgumentParser):
     "A parser whose faults are raised as every other error is."
 
-    def error(
-        self,
-        message: str,  # as argparse words it
-    ) -> NoReturn:
+    def error(self, message: str) -> NoReturn:  # message: as argparse words it
         "Raises the fault as one sentence, with the name that was probably meant."
         from stabilitylab.names.errors import InputError, closest
 

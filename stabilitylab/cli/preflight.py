@@ -9,9 +9,7 @@ __all__ = []
 import argparse
 
 # %% ../../nbs/api/cli/19_preflight.ipynb #7bb207a8
-def add_preflight(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_preflight(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab preflight`."
     p = commands.add_parser(
         "preflight",
@@ -50,16 +48,14 @@ def _run_preflight(
 
 def _text(row: dict) -> str:
     "One row as text; advice is given where it is not met."
-    from stabilitylab.report.words import clean
+    from stabilitylab.names.words import clean
 
     words = clean(row["found"], 200)
     first = f"{_MARKS[row['verdict']]} {row['topic']}: {row['name']} ({row['looks_at']}): {words}"
     return first if row["verdict"] == "ok" else f"{first}\n    {row['advice']} [{row['source']}]"
 
 # %% ../../nbs/api/cli/19_preflight.ipynb #bc4e4521
-def add_check(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_check(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab check`."
     p = commands.add_parser(
         "check",
@@ -99,9 +95,7 @@ _PIECES = (
 )
 
 
-def add_audit(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_audit(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab audit-accumulation`."
     p = commands.add_parser(
         "audit-accumulation",

@@ -12,9 +12,7 @@ import sys
 from ..names.encode import to_json
 
 # %% ../../nbs/api/cli/14_replay.ipynb #eccd33b7
-def add_setup(
-    parser: argparse.ArgumentParser,  # of a command that runs steps of a record
-) -> None:
+def add_setup(parser: argparse.ArgumentParser) -> None:  # parser: of a command that runs steps of a record
     "Adds `--setup`."
     parser.add_argument(
         "--setup",
@@ -24,9 +22,7 @@ def add_setup(
     )
 
 # %% ../../nbs/api/cli/14_replay.ipynb #f24f4351
-def add_replay(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_replay(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab replay`."
     parser = commands.add_parser(
         "replay",
@@ -97,9 +93,7 @@ def _run_replay(
     return 0
 
 # %% ../../nbs/api/cli/14_replay.ipynb #52f45d9e
-def add_precision(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_precision(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab precision`."
     p = commands.add_parser(
         "precision",

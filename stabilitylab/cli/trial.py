@@ -61,9 +61,7 @@ def _check_counts(args: argparse.Namespace) -> None:
         raise bad_input("--budget", args.budget, "minutes above 0")
 
 # %% ../../nbs/api/cli/18_trial.ipynb #9f28f267
-def add_trial(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_trial(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab trial`."
     parser = commands.add_parser(
         "trial",
@@ -148,9 +146,7 @@ def _run_trial(
     return 0
 
 # %% ../../nbs/api/cli/18_trial.ipynb #53d7184e
-def add_sweep(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_sweep(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab sweep`."
     parser = commands.add_parser(
         "sweep",
@@ -266,9 +262,7 @@ def _run_sweep(
     return 0
 
 # %% ../../nbs/api/cli/18_trial.ipynb #7d786c77
-def add_cluster(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_cluster(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab cluster`."
     p = commands.add_parser(
         "cluster",

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from stabilitylab.detect.findings import Finding
 
 # %% ../../nbs/api/cli/02_watch.ipynb #cbc40e0c
-def add_watch(
-    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
-) -> None:
+def add_watch(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
     "Adds `stabilitylab watch`."
     p = commands.add_parser(
         "watch",

@@ -15,10 +15,9 @@ import numpy as np
 import xarray as xr
 
 from .diagnose import as_run
-from .findings import Finding, Findings
+from .findings import Finding, Findings, explain
 from .limits import count_limit, limit
 from .loss.spikes import out_of_range
-from .phrase import explain
 from .restarts import find_other_environments
 from .speed import find_slow_sisters
 from ..run.curves import Curve, curve, loss_curve
@@ -47,9 +46,7 @@ def _chance_of(
     below = sum(_poisson(fewer, mean) for fewer in range(count))
     if below < 1 - 1e-12:
         return max(0.0, 1 - below)
-    return min(
-        1.0, _poisson(count, mean)
-    )  # 1 - below is rounding: the first term of the tail holds nearly all
+    return min(1.0, _poisson(count, mean))  # 1 - below is rounding: the first term holds nearly all
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #1f990c62
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ import xarray as xr
 
 from .context import at_step, loss_span, run_context
 from .facts.evidence import evidence
-from .findings import Finding, Findings
+from .findings import Finding, Findings, about, explain
 from .likely_cause import fitted_to_cause
 from .limits import limits_read, use_limits
-from .phrase import about, explain
 from ..knowledge.remedies import RunContext, choose_remedies
 from ..names.errors import bad_input
 from ..run.curves import curve, group_of, loss_name, scalars_of

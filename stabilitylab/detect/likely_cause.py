@@ -17,9 +17,8 @@ import xarray as xr
 
 from .facts.evidence import evidence
 from .facts.jump_facts import RunFacts
-from .findings import Finding, Findings
+from .findings import Finding, Findings, about, joined
 from .limits import limit
-from .phrase import about, joined
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #36b18c0c
 @dataclass(frozen=True)
@@ -42,9 +41,7 @@ class Cause:
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #e5fd155a
 _CAUSES = json.loads(files("stabilitylab.detect").joinpath("causes.json").read_text(encoding="utf-8"))
 _OTHERWISE = {row["id"] for row in _CAUSES if row.get("otherwise")}  # said only where nothing else can be
-_COMPARE = {
-    ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "=": operator.eq
-}  # fmt: skip
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "=": operator.eq}
 
 
 def _holds(facts: Mapping, name: str, sign: str, value: float) -> bool:
@@ -115,9 +112,7 @@ def ranked_causes(
     return [cause for cause in ranked if best[cause.id] is cause]
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #57c0f565
-_FAULTS = [
-    row for row in _CAUSES if "kind" in row
-]  # whose `fact`, or else whole necessary evidence, is a finding
+_FAULTS = [row for row in _CAUSES if "kind" in row]  # their `fact`, or all that they need, is a finding
 
 
 def find_recorded_faults(
@@ -305,9 +300,8 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         return None
     first, *others = causes
     lead = first.score - others[0].score if others else _SURE
-    ordered = sorted(
-        candidates, key=lambda f: f"found {f.kind}" not in first.measures
-    )  # what it rests on first
+    # what it rests on first
+    ordered = sorted(candidates, key=lambda f: f"found {f.kind}" not in first.measures)
     return MostLikely(
         first.words,
         (*first.evidence, *(f.explanation for f in ordered))[:_REASONS],
@@ -375,9 +369,8 @@ def most_likely(
     return _open(findings, candidates)
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #a35e0002
-_FITTING_TOPICS: dict[
-    str, tuple[str, ...]
-] = {  # family of causes outside the optimization -> topics of remedies
+# family of causes outside the optimization -> topics of remedies
+_FITTING_TOPICS: dict[str, tuple[str, ...]] = {
     "data": (
         "skip batches",
         "bad batches",

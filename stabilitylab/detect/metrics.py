@@ -12,13 +12,12 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .layers.growth import sustained_growth
 from .limits import count_limit, limit
 from .loss.spikes import high_grad_norm
-from .phrase import evidence_words
 from .skipping import read_loss_scale
-from ..numerics.lattice import lattice
+from ..numerics.formats import lattice
 from ..run.curves import Curve, curve, group_of, loss_curve, loss_name, scalars_of
 from ..run.rolling import before, stretches
 from ..run.scalars import series_names
@@ -82,9 +81,7 @@ def _norms_around(run: xr.DataTree, first: int, last: int) -> dict[str, float]:
     return {"grad_norm_before": float(np.median(lead)), "grad_norm_peak": float(inside.max())}
 
 
-def find_loss_scale_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_loss_scale_collapse(run: xr.DataTree) -> list[Finding]:  # at most one
     "Repeated halvings of the fp16 loss scale, and steps that were skipped for overflow."
     scale = curve(run, "loss_scale")
     if scale is None or (scale.value < 0).any():
@@ -121,9 +118,7 @@ def find_loss_scale_collapse(
     return [Finding("loss_scale_collapse", severity, first, last, evidence=evidence, series=scale.name)]
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #facc128f
-def step_times(
-    run: xr.DataTree,  # a record
-) -> Curve | None:  # seconds; None where neither is logged
+def step_times(run: xr.DataTree) -> Curve | None:  # seconds; None where neither is logged
     "The time of each step, from the throughput where no time is logged; None without either."
     times = curve(run, "step_time")
     if times is not None:
@@ -137,9 +132,7 @@ def step_times(
 def as_logged(
     times: Curve,  # from `step_times`
     **levels: float,  # name -> a time of a step
-) -> dict[
-    str, float
-]:  # with `_step_time` behind the names, or `_throughput`, in whatever unit the run logs it
+) -> dict[str, float]:  # with `_step_time` or `_throughput` behind the names, in the unit of the log
     "Levels of the step time as evidence, in the unit in which the run logged its speed."
     if times.name != "throughput":
         return {f"{name}_step_time": level for name, level in levels.items()}
@@ -218,9 +211,7 @@ def find_throughput_drop(
     return [worst.with_(evidence=worst.evidence | many)]
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #27bb48bc
-def find_z_loss_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding per sudden fall
+def find_z_loss_collapse(run: xr.DataTree) -> list[Finding]:  # one finding per sudden fall
     "Sudden falls of the z-loss: the output logits collapsed."
     z_loss = curve(run, "z_loss")
     if z_loss is None or len(z_loss.value) < count_limit("least_long"):
@@ -312,9 +303,7 @@ def _cast_place(run: xr.DataTree, format: str) -> str:
     return evidence_words("cast in the head", other=full) if full else evidence_words("cast anywhere")
 
 
-def find_quantized_loss(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_quantized_loss(run: xr.DataTree) -> list[Finding]:  # at most one
     "A logged loss that takes only the values of bf16 or fp16."
     loss = loss_curve(run)
     if loss is None or len(loss.value) < count_limit("least_long"):

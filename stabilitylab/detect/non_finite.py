@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .layers.activations import first_names, run_format
 from .limits import count_limit, limit
-from .phrase import evidence_words
 from ..names.glossary import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, event_texts, group_of, loss_name, scalars_of

@@ -34,9 +34,8 @@ _ROLES = {  # what it is -> patterns of the names that the trainers give it, the
     "spread": (r"^(train_)?reward_std$",),
     "cut": (r"(^|_)(completions?_clipped_ratio|response_length_clip_ratio)$",),
 }
-_OTHERS = re.compile(
-    r"attn|attention|head|expert|router|cross|target|coef|token|val_|eval"
-)  # have such names too
+# have such names too
+_OTHERS = re.compile(r"attn|attention|head|expert|router|cross|target|coef|token|val_|eval")
 
 
 def series_of_role(
@@ -52,9 +51,7 @@ def series_of_role(
 
 def policy_series(
     run: xr.DataTree,  # a record
-) -> dict[
-    str, Curve
-]:  # role, such as 'reward' or 'entropy' -> its curve; {} without a reward and another role
+) -> dict[str, Curve]:  # role, such as 'reward' -> its curve; {} without a reward and another role
     "The series by which a policy is judged."
     named = {role: series_of_role(run, role) for role in _ROLES}
     chosen = {role: series for role, series in named.items() if series is not None}
@@ -81,9 +78,7 @@ def _noise(series: Curve) -> float:
 def reward_since(
     reward: Curve | None,  # of a policy
     step: int,  # at which something else changed
-) -> dict[
-    str, float | str
-]:  # `reward_did` (rose, fell, flat, absent), with `reward_before` and `reward_after`
+) -> dict[str, float | str]:  # `reward_did` (rose, fell, flat, absent), `reward_before`, `reward_after`
     "Whether the reward rose or fell since a step, or had risen before it and kept its level (held)."
     if reward is None:
         return {"reward_did": "absent"}
@@ -110,9 +105,7 @@ def _severity(reward_did: str | float, is_fault: tuple[str, ...]) -> str:
     return "warning" if reward_did in is_fault else "info"
 
 
-def find_policy_entropy(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_policy_entropy(run: xr.DataTree) -> list[Finding]:  # at most one
     "A policy whose entropy fell to a tenth of its start, or rose to three times, and stays there."
     series = policy_series(run)
     entropy = series.get("entropy")
@@ -144,9 +137,7 @@ def _kl_jumps(kl: Curve) -> np.ndarray:
     return np.flatnonzero(kl.value > np.fmax(limit("tenfold") * usual, limit("small_nats")))
 
 
-def find_large_policy_steps(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_large_policy_steps(run: xr.DataTree) -> list[Finding]:  # at most one
     "Updates after which the policy is far from the one that gathered the data."
     series = policy_series(run)
     kl, clipped = series.get("kl"), series.get("clipped")
@@ -167,9 +158,7 @@ def find_large_policy_steps(
     return [Finding("policy_step_too_large", severity, onset, None, evidence=evidence, series=name)]
 
 # %% ../../nbs/api/detect/15_policy.ipynb #a02e06c4
-def find_reward_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_reward_collapse(run: xr.DataTree) -> list[Finding]:  # at most one
     "A reward that fell from its best level by most of what it had gained, and stays down."
     reward = policy_series(run).get("reward")
     if reward is None or len(reward.value) < 2 * count_limit("short_records"):
@@ -203,9 +192,7 @@ def _lasting(series: Curve, bound: float) -> int | None:
     return lasts_from(_smoothed(series.value) >= bound, count_limit("short_records"))
 
 
-def find_zero_advantage(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_zero_advantage(run: xr.DataTree) -> list[Finding]:  # at most one
     "Groups whose answers all have one reward, so that they give no gradient."
     series = policy_series(run)
     alike, spread = series.get("alike"), series.get("spread")
@@ -223,9 +210,7 @@ def find_zero_advantage(
     ]
 
 
-def find_cut_answers(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_cut_answers(run: xr.DataTree) -> list[Finding]:  # at most one
     "Answers of which most are cut at the maximum length."
     series = policy_series(run)
     cut = series.get("cut")

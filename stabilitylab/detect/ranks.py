@@ -82,9 +82,7 @@ def _first_of(outliers: list[_Outlier], is_backward: bool = False) -> _Outlier |
     "The outlier from which the others follow."
     sign = -1 if is_backward else 1
 
-    def order(
-        outlier: _Outlier,  # of one rank
-    ) -> tuple:
+    def order(outlier: _Outlier) -> tuple:  # outlier: of one rank
         "Step, place in the pass, distance."
         return outlier.onset, sign * outlier.module, -abs(np.log(max(outlier.factor, _TINY)))
 

@@ -9,9 +9,8 @@ __all__ = []
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .limits import count_limit, limit
-from .phrase import evidence_words
 from .settings import rate_at
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
@@ -53,9 +52,8 @@ def resume_spikes(
     related, lost = [], []
     for f in findings:
         restart = _restart_before(f, resumes, interval)
-        begins_anew = (
-            restart is not None and restart <= start
-        )  # such a run does not count from its first step
+        # such a run does not count from its first step
+        begins_anew = restart is not None and restart <= start
         if restart is None or (begins_anew and f.evidence.get("recovery") != "fast"):
             related.append(f)
             continue
@@ -301,11 +299,6 @@ def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
     return f
 
 
-def _risen(f: Finding) -> str:
-    "The severity of a sign that a loss event followed."
-    return "warning" if f.severity == "info" and f.kind in _GROWING else f.severity
-
-
 def _outlived(f: Finding, run: xr.DataTree) -> Finding:
     "The gradient of a parameter that grew early and no longer does, while the loss went on falling: a note."
     loss, gradients = loss_curve(run), group_of(run, "gradients", "grad_norm")
@@ -340,9 +333,10 @@ def layer_leads(
             return _led_shortly(f, events, reach)
         # once grown, these stay: whatever event of the loss comes next was led
         later = [event for event in events if event >= f.first]
-        if later:
-            return _led(f.with_(severity=_risen(f)), f.first, later[0])
-        return f if events else _outlived(f, run)
+        if not later:
+            return f if events else _outlived(f, run)
+        severity = "warning" if f.severity == "info" and f.kind in _GROWING else f.severity
+        return _led(f.with_(severity=severity), f.first, later[0])
 
     return [led(f) for f in findings]
 

@@ -11,9 +11,8 @@ from itertools import combinations
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .limits import count_limit, limit
-from .phrase import evidence_words
 from ..run.curves import Curve, group_of, loss_curve, rolled_back_at, scalars_of, step_interval
 from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names
@@ -46,9 +45,7 @@ def find_resumed_segments(
     return [together, *(f for f in findings if f.onset > step[0])]
 
 # %% ../../nbs/api/detect/03_restarts.ipynb #7670b69a
-def find_broken_resume(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_broken_resume(run: xr.DataTree) -> list[Finding]:  # at most one
     "Where a resumed run lost its loss with the first records and never came back."
     loss = loss_curve(run)
     n_level = count_limit("few_records")

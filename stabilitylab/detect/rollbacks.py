@@ -134,9 +134,7 @@ def _cost(run: xr.DataTree, loss: Curve, table: pd.DataFrame) -> dict:
     return {name: value for name, value in cost.items() if value is not None}
 
 # %% ../../nbs/api/detect/06_rollbacks.ipynb #906df472
-def find_rollback_cost(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one, a note, of two rollbacks or more
+def find_rollback_cost(run: xr.DataTree) -> list[Finding]:  # at most one, a note, of two rollbacks or more
     "What the rollbacks of a run cost."
     table = rollback_ledger(run)
     if len(table) < 2:

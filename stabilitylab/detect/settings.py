@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .limits import count_limit, limit
-from .phrase import evidence_words
 from .restarts import SETTINGS
 from ..run.curves import Curve, curve, loss_curve, loss_name, scalars_of, step_interval
 from ..run.rolling import difference_noise
@@ -60,9 +59,8 @@ def find_lr_jump(
         return []
     jumps, value = _jumps(rate.value), rate.value
     if len(jumps):
-        begins = np.r_[False, np.diff(rate.step) < 0] & (
-            rate.step <= rate.step[0]
-        )  # another run in this file
+        # another run in this file
+        begins = np.r_[False, np.diff(rate.step) < 0] & (rate.step <= rate.step[0])
         jumps = jumps[~begins[jumps]]
     if not len(jumps):
         return []
@@ -227,9 +225,7 @@ def _effect(setting: Curve, at: int, ends: list[int], loss: Curve) -> Finding | 
     return Finding("environment_change", "info", start, stop - 1, evidence=evidence, series=setting.name)
 
 
-def find_setting_effects(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # one a change
+def find_setting_effects(run: xr.DataTree) -> list[Finding]:  # one a change
     "Settings that were changed while the run went on, each with what the loss did."
     scalars, loss = scalars_of(run), loss_curve(run)
     went_back = "segment" in scalars.coords and scalars.sizes["step"] and np.ptp(scalars.segment.values)

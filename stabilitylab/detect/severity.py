@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import xarray as xr
 
-from .findings import Finding
+from .findings import Finding, evidence_words
 from .limits import count_limit, limit
 from stabilitylab.detect.loss.evaluations import (
     Objective,
@@ -24,7 +24,6 @@ from stabilitylab.detect.loss.evaluations import (
     objective_type,
 )
 from .metrics import rank_correlation
-from .phrase import evidence_words
 from .policy import reward_since, series_of_role
 from ..run.curves import Curve, loss_curve
 from ..run.rolling import difference_noise

@@ -99,9 +99,7 @@ def read_loss_scale(
     return ScaleHistory("collapse", _cause(grad_max, before, len(values)), onset, *counts)
 
 # %% ../../nbs/api/detect/08_skipping.ipynb #7901413e
-def find_scale_floor(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_scale_floor(run: xr.DataTree) -> list[Finding]:  # at most one
     "A loss scale that its program says is at its minimum."
     events = group_of(run, "events")
     steps = (
@@ -169,9 +167,7 @@ def skip_rate(
     return SkipRate(int(y.sum()), float(b), float(b - 1.96 * np.sqrt(covariance[1, 1])), *rate.tolist())
 
 
-def find_skip_rate(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_skip_rate(run: xr.DataTree) -> list[Finding]:  # at most one
     "A share of skipped steps that grows, to five percent and more."
     rate, skipped = skip_rate(run), _skipped(run)
     if rate is None or skipped is None or rate.low <= 0 or rate.now < limit("level_share"):

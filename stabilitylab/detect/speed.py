@@ -132,9 +132,7 @@ def find_slow_sisters(
 _MEMORY = re.compile(r"(^|[_/.])(mem|memory|rss|vram)([_/.]|$)")
 
 
-def find_memory_growth(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_memory_growth(run: xr.DataTree) -> list[Finding]:  # at most one
     "A logged memory that grows from record to record until the end."
     for name in map(str, scalars_of(run).data_vars):
         series = curve(run, name) if _MEMORY.search(name) else None

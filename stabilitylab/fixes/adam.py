@@ -148,10 +148,7 @@ class _DecayRule(Hook):
         self.factor, self.exempt = factor, exempt
         self.highest_rate, self.decays = 0.0, list[float]()
 
-    def before_update(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def before_update(self, training: Training) -> None:  # training: the training in progress
         "Multiplies the decay of each group by a function of its rate and the highest rate so far."
         groups = training.optimizer.param_groups
         self.highest_rate = max(self.highest_rate, *(group["lr"] for group in groups))
@@ -160,10 +157,7 @@ class _DecayRule(Hook):
             if group["lr"] and not any(id(p) in self.exempt for p in group["params"]):
                 group["weight_decay"] *= self.factor(group["lr"], self.highest_rate)
 
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Restores the decay."
         for group, decay in zip(training.optimizer.param_groups, self.decays, strict=True):
             group["weight_decay"] = decay
@@ -236,19 +230,13 @@ class _RatesByWidth(Hook):
     def __init__(self):
         self.rates: list[float] = []
 
-    def before_update(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def before_update(self, training: Training) -> None:  # training: the training in progress
         "Sets the rates of the update."
         self.rates = [group["lr"] for group in training.optimizer.param_groups]
         for group in training.optimizer.param_groups:
             group["lr"] *= group.get("width_factor", 1.0)
 
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Restores the rates."
         for group, rate in zip(training.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate

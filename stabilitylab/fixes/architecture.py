@@ -36,10 +36,7 @@ class _DynamicTanh(nn.Module):
         super().__init__()
         self.weight, self.slope = nn.Parameter(gain.detach().clone()), nn.Parameter(torch.tensor(slope))
 
-    def forward(
-        self,
-        x: torch.Tensor,  # activations, (..., width)
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: activations, (..., width)
         "The vectors, bounded by the gain."
         return self.weight * torch.tanh(self.slope.to(x.dtype) * x)
 
@@ -64,9 +61,7 @@ def _rms_norm(log: UndoLog) -> None:
     "RMSNorm in place of every LayerNorm."
     names = [n for n, m in norm_layers(log.training.model).items() if isinstance(m, nn.LayerNorm)]
 
-    def rms_norm_of(
-        old: nn.LayerNorm,  # the norm to replace; its bias is dropped
-    ) -> nn.Module:
+    def rms_norm_of(old: nn.LayerNorm) -> nn.Module:  # old: the norm to replace; its bias is dropped
         "An RMSNorm with the gain of a LayerNorm."
         new = nn.RMSNorm(old.normalized_shape, eps=old.eps)
         new.weight.data.copy_(old.weight)

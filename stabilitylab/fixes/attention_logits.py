@@ -73,10 +73,7 @@ class _NormRamp(Hook):
     def __init__(self, norms: list[HeadNorm], length: int):
         self.norms, self.length, self.steps = norms, length, 0
 
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Raises the share of the norms."
         self.steps += 1
         for norm in self.norms:
@@ -211,10 +208,7 @@ class _QKClipping(Hook):
         self.layers, self.limit, self.alpha, self.clipped = layers, limit, alpha, 0
 
     @torch.no_grad()
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Clips heads above the limit, and clears the logits of the step."
         for layer, override in self.layers:
             largest, override.largest = override.largest, None
@@ -266,10 +260,7 @@ class _SpectralWeight(nn.Module):
         self.register_buffer("left", left[:, 0].to(weight.dtype))
         self.gain = nn.Parameter((values[0] if keep else torch.ones(())).to(weight.dtype))
 
-    def forward(
-        self,
-        weight: torch.Tensor,  # the matrix as it is stored, (out, in)
-    ) -> torch.Tensor:
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:  # weight: the matrix as it is stored, (out, in)
         "The normalised matrix, after one power iteration in training."
         with torch.no_grad():
             right = nn.functional.normalize(weight.t() @ self.left, dim=0)

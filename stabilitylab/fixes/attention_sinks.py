@@ -66,9 +66,7 @@ def _softmax_plus_one(log: UndoLog) -> None:
 )
 def _learned_sink(
     log: UndoLog,
-    start: Annotated[
-        float, Range(-30.0, 10.0)
-    ] = 0.0,  # the logits at first; very negative: close to no change
+    start: Annotated[float, Range(-30.0, 10.0)] = 0.0,  # the logits at first; -30: close to no change
 ) -> None:
     "One more column with a learned logit for each head in the softmax."
     _add_parameters(log, {"sink": lambda layer: torch.full((layer.n_head,), float(start))})
@@ -120,10 +118,7 @@ class _HeadGate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_gates, width))
         self.gates: torch.Tensor | None = None  # (batch, seq, gate) of the current forward pass
 
-    def forward(
-        self,
-        heads: torch.Tensor,  # (batch, seq, width)
-    ) -> torch.Tensor:
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:  # heads: (batch, seq, width)
         "The heads' outputs (batch, seq, width), head after head, times their gates."
         if self.gates is None:
             return heads

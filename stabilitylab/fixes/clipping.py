@@ -69,10 +69,7 @@ class _ZScoreClipping(Hook):
         self.alpha, self.limit, self.warmup, self.maximum = alpha, limit, warmup, maximum
         self.mean, self.variance, self.warmup_norms = 0.0, 0.0, list[float]()
 
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Clips the gradient and updates the running mean with the clipped norm."
         norm = grad_norm(training.model.parameters())
         if not math.isfinite(norm):
@@ -84,10 +81,7 @@ class _ZScoreClipping(Hook):
             _scale_gradients(with_gradients(training), target / (norm + 1e-6))
         self.update(min(norm, target))
 
-    def target(
-        self,
-        norm: float,  # L2 norm before clipping, >= 0
-    ) -> float:
+    def target(self, norm: float) -> float:  # norm: L2 norm before clipping, >= 0
         "The norm after clipping."
         deviation = math.sqrt(self.variance)
         if len(self.warmup_norms) < self.warmup or deviation == 0:
@@ -95,10 +89,7 @@ class _ZScoreClipping(Hook):
         z = (norm - self.mean) / deviation
         return self.mean + self.limit * deviation / (z / self.limit) if z > self.limit else norm
 
-    def update(
-        self,
-        norm: float,  # L2 norm after clipping, >= 0
-    ) -> None:
+    def update(self, norm: float) -> None:  # norm: L2 norm after clipping, >= 0
         "Updates mean and variance; they start with those of the warmup."
         if len(self.warmup_norms) < self.warmup:
             self.warmup_norms = [*self.warmup_norms, norm]
@@ -138,10 +129,7 @@ class _RunningNormClipping(Hook):
         self.factor, self.beta, self.warmup, self.most = factor, beta, warmup, most
         self.steps, self.running = 0, dict[str, float]()
 
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Clips every tensor; during the warmup globally, tracking each tensor's smallest norm."
         parameters = _named_with_gradients(training)
         norms = {name: grad_norm([parameter]) for name, parameter in parameters.items()}
@@ -214,10 +202,7 @@ class _UnitClipping(Hook):
         self.ratio, self.eps = ratio, eps
 
     @torch.no_grad()
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Scales down each unit whose gradient is too large for its weights."
         if not math.isfinite(grad_norm(training.model.parameters())):
             training.skip = True
@@ -262,10 +247,7 @@ class _CoordinateClipping(Hook):
         self.steps, self.rates = 0, list[float]()
 
     @torch.no_grad()
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Clips every coordinate whose square is far above its running mean."
         if not math.isfinite(grad_norm(training.model.parameters())):
             training.skip = True
@@ -280,10 +262,7 @@ class _CoordinateClipping(Hook):
             is_large = (parameter.grad.abs() > limit) & (second > 0)
             parameter.grad.copy_(torch.where(is_large, parameter.grad.sign() * limit, parameter.grad))
 
-    def before_update(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def before_update(self, training: Training) -> None:  # training: the training in progress
         "Resets the moments at the interval, with a cosine warmup of the learning rate afterwards."
         since = self.steps % self.interval
         if self.steps and since == 0:
@@ -294,10 +273,7 @@ class _CoordinateClipping(Hook):
             for group in training.optimizer.param_groups:
                 group["lr"] *= factor
 
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Restores the learning rates."
         for group, rate in zip(training.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
@@ -331,10 +307,7 @@ class _RunningMaximumClipping(Hook):
         self.theta, self.gamma1, self.gamma2, self.interval = theta, gamma1, gamma2, interval
         self.steps, self.running = 0, dict[str, tuple[float, float, float, int]]()
 
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Clips every tensor by its own running values."
         if not math.isfinite(grad_norm(training.model.parameters())):
             training.skip = True

@@ -86,9 +86,7 @@ def _shuffle(
     "Shuffle the coming batches in blocks."
     first = log.training.step
 
-    def permuted(
-        step: int,  # from 0 on
-    ) -> int:
+    def permuted(step: int) -> int:  # step: from 0 on
         "The step whose batch comes at `step`."
         if step < first:
             return step
@@ -191,9 +189,7 @@ def _filtered(part: Any, scores: torch.Tensor, limit: float) -> Any:
 def _filter_rows(log: UndoLog, score: Callable[[Any], torch.Tensor], limit: float, what: str) -> None:
     "Replaces rows whose score is above a limit by other rows of their micro-batch."
 
-    def filtered(
-        parts: list,  # the micro-batches of a step
-    ) -> list:
+    def filtered(parts: list) -> list:  # parts: the micro-batches of a step
         "The micro-batches of a step, of the same size."
         return _rescale_item_counts(parts, [_filtered(part, score(part), limit) for part in parts])
 
@@ -215,9 +211,7 @@ def _drop_repeats(
     "Replace rows with long repetitions by other rows of their batch."
     _require_tokens(log)
 
-    def repeated(
-        part: Any,  # one micro-batch
-    ) -> torch.Tensor:
+    def repeated(part: Any) -> torch.Tensor:  # part: one micro-batch
         "The fraction of repeated tokens of each row."
         return torch.tensor([_repeated_share(row, times=times) for row in _tokens_of(part)])
 
@@ -240,9 +234,7 @@ def _drop_hard(
     training = log.training
 
     @torch.no_grad()
-    def is_hard(
-        part: Any,  # one micro-batch
-    ) -> torch.Tensor:
+    def is_hard(part: Any) -> torch.Tensor:  # part: one micro-batch
         "1 for the hardest rows, 0 for the others."
         count = len(_tokens_of(part))
         rows = [_select_rows(part, torch.tensor([i])) for i in range(count)]

@@ -242,10 +242,7 @@ class _LearnedScale(nn.Module):
         super().__init__()
         self.size = nn.Parameter(torch.tensor(start))
 
-    def forward(
-        self,
-        product: torch.Tensor,  # W x, (..., out)
-    ) -> torch.Tensor:
+    def forward(self, product: torch.Tensor) -> torch.Tensor:  # product: W x, (..., out)
         "γ·W x, from W x."
         return self.size.to(product.dtype) * product
 

@@ -95,9 +95,7 @@ def _log_z(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch
 )
 def _z_loss(
     log: UndoLog,
-    weight: Annotated[
-        float, Range(0.0, 1.0)
-    ] = 1e-4,  # c: 1e-5 (OLMo 2), 1e-4 (PaLM); 1e-2 to show in 200 steps
+    weight: Annotated[float, Range(0.0, 1.0)] = 1e-4,  # c: 1e-5 (OLMo 2), 1e-4 (PaLM); 1e-2 for 200 steps
     start: Annotated[int, Range(0, 10_000_000)] = 0,  # step from which on it counts; late in Marin
 ) -> None:
     "Add c·mean(log² Z) to the loss."
@@ -232,9 +230,7 @@ def _token_mean(log: UndoLog) -> None:
         raise bad_input("fix", "token_mean", allowed, hint)
     count = _counter_of_targets(log.training)
 
-    def token_shares(
-        parts: list,  # the micro-batches of a step
-    ) -> list[float]:
+    def token_shares(parts: list) -> list[float]:  # parts: the micro-batches of a step
         "Each micro-batch's fraction of the tokens, sum 1."
         counts = [count(part) for part in parts]
         return [n / max(sum(counts), 1) for n in counts]
@@ -259,10 +255,7 @@ class _Predivision(Hook):
         return loss / self.factor
 
     @torch.no_grad()
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Restores the size of the gradients."
         for parameter in training.model.parameters():
             if parameter.grad is not None:

@@ -71,10 +71,7 @@ class _Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 1e-4, "weight_decay": 0.0, "betas": (0.9, 0.99)})
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Any = None,  # not called; the signature is PyTorch's
-    ) -> Any:
+    def step(self, closure: Any = None) -> Any:  # closure: not called; the signature is PyTorch's
         "One step."
         for group in self.param_groups:
             ahead, memory = group["betas"]
@@ -93,10 +90,7 @@ class _Mars(torch.optim.AdamW):
         self.gamma = gamma
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Any = None,  # not called; the signature is PyTorch's
-    ) -> Any:
+    def step(self, closure: Any = None) -> Any:  # closure: not called; the signature is PyTorch's
         "One step; the gradients are as they were afterwards."
         plain = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         for group in self.param_groups:
@@ -121,10 +115,7 @@ class _ScheduleFree(torch.optim.Optimizer):
         super().__init__(groups, {**adam, "highest": 0.0, "total": 0.0})  # rate so far; sum of its squares
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Any = None,  # not called; the signature is PyTorch's
-    ) -> Any:
+    def step(self, closure: Any = None) -> Any:  # closure: not called; the signature is PyTorch's
         "One step; the parameters are y."
         for group in self.param_groups:
             group["highest"] = max(group["lr"], group["highest"])
@@ -184,10 +175,7 @@ class _Soap(torch.optim.AdamW):
         super().__init__(groups, betas=(0.95, 0.95))
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Any = None,  # not called; the signature is PyTorch's
-    ) -> Any:
+    def step(self, closure: Any = None) -> Any:  # closure: not called; the signature is PyTorch's
         "One step; the first one of a matrix only measures its basis."
         matrices = [
             (p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.ndim > 1
@@ -302,10 +290,7 @@ class _MuonWithAdamW(torch.optim.AdamW):
         super().__init__([g for g in split + rest if g["params"]])
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Any = None,  # not called; the signature is PyTorch's
-    ) -> Any:
+    def step(self, closure: Any = None) -> Any:  # closure: not called; the signature is PyTorch's
         "One step of both."
         matrices = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"] if p.grad is not None]
         gradients = [p.grad for p, _ in matrices]

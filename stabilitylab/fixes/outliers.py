@@ -25,10 +25,7 @@ class _RunningWindow:
     def __init__(self, size: int, min_count: int, unbiased: bool = True):
         self.values, self.min_count, self.unbiased = deque[float](maxlen=size), min_count, unbiased
 
-    def limit(
-        self,
-        sigma: float,  # standard deviations above the mean
-    ) -> float:
+    def limit(self, sigma: float) -> float:  # sigma: standard deviations above the mean
         "Mean plus so many standard deviations; inf while there are too few values."
         count = len(self.values)
         if count < max(self.min_count, 1):
@@ -55,10 +52,7 @@ class _StepSkipping(Hook):
         "Whether a finite step is skipped."
         return False
 
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Decides by loss and gradient norm."
         norm = grad_norm(training.model.parameters())
         is_finite = math.isfinite(norm) and math.isfinite(training.last_loss)
@@ -130,10 +124,7 @@ class _SkipOutliers(_StepSkipping):
         windows = {name: list(window.values) for name, window in self.windows.items()}
         return {"skipped": list(self.skipped), "windows": windows}
 
-    def load_state_dict(
-        self,
-        state: dict,  # what `state_dict` returned
-    ) -> None:
+    def load_state_dict(self, state: dict) -> None:  # state: what `state_dict` returned
         "Restores them."
         self.skipped = list(state["skipped"])
         for name, window in self.windows.items():
@@ -185,10 +176,7 @@ class _UpdateClipping(Hook):
     order = 90
 
     @torch.no_grad()
-    def before_update(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def before_update(self, training: Training) -> None:  # training: the training in progress
         "Copies the weights."
         self.before = {p: p.detach().clone() for p in with_gradients(training)}
 
@@ -211,10 +199,7 @@ class _UpdateRMSClipping(_UpdateClipping):
         self.threshold = threshold
 
     @torch.no_grad()
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Scales the updates; needs Adam's second moment."
         for group in training.optimizer.param_groups:
             for parameter in group["params"]:
@@ -250,10 +235,7 @@ class _UpdateNormClipping(_UpdateClipping):
         self.sigma, self.window = sigma, _RunningWindow(window, max(window // 2, 2), unbiased=False)
 
     @torch.no_grad()
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Clips the norm of the whole update, which then joins the window."
         if training.skip:
             return
@@ -272,10 +254,7 @@ class _UpdateNormClipping(_UpdateClipping):
         "The recent norms."
         return {"window": list(self.window.values)}
 
-    def load_state_dict(
-        self,
-        state: dict,  # what `state_dict` returned
-    ) -> None:
+    def load_state_dict(self, state: dict) -> None:  # state: what `state_dict` returned
         "Restores them."
         self.window.values.clear()
         self.window.values.extend(state["window"])

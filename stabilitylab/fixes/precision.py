@@ -93,11 +93,6 @@ def _widen(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> N
     parameter.grad = None if gradient is None else gradient.float()
     _cast_moments(optimizer, parameter, torch.float32)
 
-
-def _lost(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    "What rounding took, itself kept in bf16 as in a run that has no fp32 at all."
-    return quantise(exact - rounded.detach(), "bf16").to(exact)
-
 # %% ../../nbs/api/fixes/21_precision.ipynb #203649ff
 class GridRounding(Hook):
     "Computes the update in float32 and rounds the weights to bf16."
@@ -110,10 +105,7 @@ class GridRounding(Hook):
         self.narrow: list[torch.nn.Parameter] = []  # weights that are stored in bf16
 
     @torch.no_grad()
-    def before_update(
-        self,
-        training: Training,  # whose weights are stored in bf16
-    ) -> None:
+    def before_update(self, training: Training) -> None:  # training: whose weights are stored in bf16
         "Casts weights and moments that are stored in bf16 to float32 for the optimizer step."
         self.narrow = [p for p in training.model.parameters() if p.dtype == torch.bfloat16]
         for parameter in self.narrow:
@@ -123,16 +115,16 @@ class GridRounding(Hook):
                 parameter.data += lost
 
     @torch.no_grad()
-    def after_step(
-        self,
-        training: Training,  # after its optimizer step
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: after its optimizer step
         "Rounds every trained weight."
         exact = [parameter.detach().clone() for parameter in _trained(training)]
         for parameter in _trained(training):
             parameter.data.copy_(self.rounded(parameter))
         if self.rounding == "kahan":
-            self.lost = [_lost(old, new) for old, new in zip(exact, _trained(training), strict=True)]
+            self.lost = [
+                quantise(old - new.detach(), "bf16").to(old)
+                for old, new in zip(exact, _trained(training), strict=True)
+            ]
         for parameter in self.narrow:
             parameter.grad = None
             parameter.data = parameter.data.bfloat16()
@@ -150,10 +142,7 @@ class GridRounding(Hook):
         "The random state and what rounding took."
         return {"random": self.random.get_state(), "lost": [lost.clone() for lost in self.lost]}
 
-    def load_state_dict(
-        self,
-        state: dict,  # of `state_dict`
-    ) -> None:
+    def load_state_dict(self, state: dict) -> None:  # state: of `state_dict`
         "Restores them."
         self.random.set_state(state["random"])
         self.lost = [lost.clone() for lost in state["lost"]]
@@ -216,10 +205,7 @@ class _LossScaler(Hook):
         return loss * self.scale
 
     @torch.no_grad()
-    def after_backward(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_backward(self, training: Training) -> None:  # training: the training in progress
         "Unscales the gradients, or skips the step and halves the scale."
         gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
         if all(bool(torch.isfinite(g).all()) for g in gradients):
@@ -268,18 +254,12 @@ class _FP32Accumulation(Hook):
     def __init__(self):
         self.sums: dict = {}
 
-    def before_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def before_step(self, training: Training) -> None:  # training: the training in progress
         "Clears the sums."
         self.sums = {}
 
     @torch.no_grad()
-    def after_microbatch(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_microbatch(self, training: Training) -> None:  # training: the training in progress
         "Adds the gradients of a micro-batch, and clears them."
         for parameter in training.model.parameters():
             if parameter.grad is not None:
@@ -287,10 +267,7 @@ class _FP32Accumulation(Hook):
                 total = self.sums.get(parameter)
                 self.sums[parameter] = gradient if total is None else total + gradient
 
-    def after_accumulation(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_accumulation(self, training: Training) -> None:  # training: the training in progress
         "The sums become the gradients, rounded once."
         for parameter, total in self.sums.items():
             parameter.grad = total.to(parameter.dtype)

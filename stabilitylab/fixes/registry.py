@@ -301,9 +301,7 @@ def _row(name: str, about: About) -> dict:
 
 def fixes(
     acts_on: str | None = None,  # 'model', 'optimizer', 'loss', 'schedule', …; None: all
-) -> (
-    pd.DataFrame
-):  # name, acts_on, what, parameters, source, reports, keeps_function, is_control, equation, slots
+) -> pd.DataFrame:  # name, acts_on, what, parameters, source, reports, keeps_function, is_control, …
     "Every fix, one row each."
     _load_modules()
     rows = [_row(name, about) for name, about in REGISTRY.items()]

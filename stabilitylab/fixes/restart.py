@@ -153,10 +153,7 @@ class _RunningMean(Hook):
         self.mean = {name: p.detach().clone() for name, p in training.model.named_parameters()}
 
     @torch.no_grad()
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Moves the mean towards the weights; parameters that came later begin at themselves."
         for name, parameter in training.model.named_parameters():
             self.mean.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 1 - self.decay)

@@ -54,9 +54,7 @@ def _scale_rates(log: UndoLog, factor: Callable[[int], float], what: str) -> Non
 )
 def _lower_lr(
     log: UndoLog,
-    factor: Annotated[
-        float, Range(1e-4, 1.0)
-    ] = 0.3,  # half a decade; IDEFICS: 0.75, 0.5, 0.25; OPT: 0.9, then 2/3
+    factor: Annotated[float, Range(1e-4, 1.0)] = 0.3,  # half a decade; IDEFICS: 0.75 to 0.25; OPT: 0.9, 2/3
 ) -> None:
     "Multiply the learning rate by less than one."
     _scale_rates(log, lambda step: factor, f"learning rate times {factor:g}")
@@ -95,9 +93,7 @@ def _warmup(
     "Warm up again from here, in a line or along a cosine."
     first = log.training.step
 
-    def warmup_factor(
-        step: int,  # from 0 on
-    ) -> float:
+    def warmup_factor(step: int) -> float:  # step: from 0 on
         "The factor of the rate at a step, 0 to 1."
         share = min(1.0, (step - first + 1) / steps)
         return share if shape == "linear" else (1 - math.cos(math.pi * share)) / 2
@@ -121,9 +117,7 @@ def _decay_to_zero(
     "Let the learning rate fall to 0, at once or behind some steps."
     first = log.training.step + stable
 
-    def decay_factor(
-        step: int,  # from 0 on
-    ) -> float:
+    def decay_factor(step: int) -> float:  # step: from 0 on
         "The factor of the rate at a step, 1 to 0."
         return 1 - math.sqrt(min(1.0, max(0, step - first) / steps))
 
@@ -139,10 +133,7 @@ class _RateCuts(Hook):
         self.cut, self.rise, self.window = cut, rise, window
         self.losses, self.lowest, self.factor, self.cuts = list[float](), math.inf, 1.0, list[int]()
 
-    def after_step(
-        self,
-        training: Training,  # the training in progress
-    ) -> None:
+    def after_step(self, training: Training) -> None:  # training: the training in progress
         "Compares the mean of the last losses with the lowest mean; one that is not finite is a rise."
         self.losses = [*self.losses, training.last_loss][-self.window :]
         if len(self.losses) < self.window:

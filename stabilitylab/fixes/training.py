@@ -26,10 +26,7 @@ class _SavedAttributes:
         "The attributes named in `saved`: what a resumed run needs."
         return {name: copy.deepcopy(getattr(self, name)) for name in self.saved}
 
-    def load_state_dict(
-        self,
-        state: dict,  # state from `state_dict`
-    ) -> None:
+    def load_state_dict(self, state: dict) -> None:  # state: state from `state_dict`
         "Restores the attributes of a saved state."
         for name in self.saved:
             setattr(self, name, copy.deepcopy(state[name]))
@@ -179,10 +176,7 @@ class _RestorableTraining(_TrainingParts):
             }
         )
 
-    def load_state_dict(
-        self,
-        state: dict,  # of `state_dict`
-    ) -> None:
+    def load_state_dict(self, state: dict) -> None:  # state: of `state_dict`
         "Restores a state; the fixes in force must be those of when it was saved."
         if len(state["hooks"]) != len(self.hooks):
             raise bad_input(

@@ -195,10 +195,7 @@ class _ModelLog(_ChangeLog):
         self.training.optimizer.add_param_group(settings | {"params": new, "weight_decay": 0.0})
         self.on_undo(lambda: _drop_group(self.training.optimizer, groups, new))
 
-    def drop_parameters(
-        self,
-        ids: frozenset[int],  # `id` of each parameter
-    ) -> None:
+    def drop_parameters(self, ids: frozenset[int]) -> None:  # ids: `id` of each parameter
         "Removes parameters from the optimizer, with their moments."
         state = self.training.optimizer.state
         for group in self.training.optimizer.param_groups:

@@ -16,8 +16,8 @@ from ..detect.findings import Finding
 from ..detect.likely_cause import MostLikely
 from .opening import open_recordings
 from ..names.errors import InputError, bad_input
+from ..names.words import spaced
 from ..report.trial import trial_note
-from ..report.words import spaced
 from ..run.recording import Recording
 from ..trial.arm import Arm, arm_of, with_unique_names
 from ..trial.proxy import proxy

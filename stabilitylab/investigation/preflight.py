@@ -177,9 +177,7 @@ def _room(at: Surroundings) -> _Verdict:
 def _of_log(kind: str, words: str, needs: str, where: Callable = bool) -> Callable[[Surroundings], _Verdict]:
     "A check that looks for findings of a kind; without a finding of kind `needs` it cannot tell."
 
-    def check(
-        at: Surroundings,  # what is known of the run
-    ) -> _Verdict:
+    def check(at: Surroundings) -> _Verdict:  # at: what is known of the run
         "The first such finding in words; unknown where the log could not show one."
         matches = [f for f in at.findings.of(kind) if where(f)]
         if matches:

@@ -40,9 +40,7 @@ def check_kind(
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #177b2f91
 def phenomena(
     kind: str | None = None,  # a finding kind; None: all
-) -> (
-    pd.DataFrame
-):  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, ours, evidence
+) -> pd.DataFrame:  # columns: id, what, name, source, kinds, topic, knobs, note, ours, evidence
     "Observations reported by training teams, one row each."
     rows = list(load_rows("phenomena"))
     columns = list(rows[0])
@@ -90,9 +88,7 @@ def search(
 def remedies_for(
     kind: str,  # a finding kind
     limit: int | None = None,  # maximum number of remedies, with every verdict represented; None: all
-) -> list[
-    dict
-]:  # name, source, reported, note, ours, topic, knobs, evidence, id, what; what worked comes first
+) -> list[dict]:  # name, source, reported, note, ours, topic, knobs, evidence, id, what; what worked first
     "Remedies that teams tried against a kind of finding, and whether they worked."
     check_kind(kind)
     rows = [dict(row) for row in load_rows("remedies") if kind in row["kinds"]]

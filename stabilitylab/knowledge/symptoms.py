@@ -150,9 +150,7 @@ def _weight(word: str) -> float:
 def _likeness(words: frozenset[str], kind: str) -> float:
     "How well words fit a symptom, 0 to 1.5: the phrase that is most alike, and half for words in any phrase."
 
-    def weight(
-        some: frozenset[str],  # lower-case words
-    ) -> float:
+    def weight(some: frozenset[str]) -> float:  # some: lower-case words
         "How much the words tell together."
         return sum(map(_weight, some))
 

@@ -136,10 +136,7 @@ class TrialJob:
         self.again: dict = {}  # arguments that a further trial of the run needs, too
         self.training = _TrainingThread(recording, findings, fixes, settings)
 
-    def wait(
-        self,
-        seconds: float,  # at most
-    ) -> None:
+    def wait(self, seconds: float) -> None:  # seconds: at most
         "Waits for its end, or until another seed of every arm is done."
         until, compared = time.monotonic() + seconds, _n_compared(self.training.verdicts)
         while self.training.state == "running" and time.monotonic() < until:

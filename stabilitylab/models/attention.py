@@ -22,8 +22,7 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     q: torch.Tensor,  # (batch, head, queries, head_dim)
     k: torch.Tensor,  # (batch, head, keys, head_dim)
     v: torch.Tensor,  # (batch, head, keys, head_dim)
-    bias: torch.Tensor
-    | None = None,  # added to the logits, broadcast to (batch, head, queries, keys); -inf hides
+    bias: torch.Tensor | None = None,  # added to logits (batch, head, queries, keys), broadcast; -inf hides
     causal: bool = False,  # whether to hide keys after the query
     scale: float | None = None,  # factor on q·k; None: 1/sqrt(head_dim)
     inside: bool = False,  # scale q and k by its square root before the product (more range in fp16)

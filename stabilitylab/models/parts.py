@@ -175,10 +175,7 @@ def make_norm(
 class WithMLP(nn.Module):
     "A block with two linear layers and an activation between them, and a gate in 'geglu' and 'swiglu'."
 
-    def add_mlp(
-        self,
-        config: ModelConfig,  # shape and switches
-    ) -> None:
+    def add_mlp(self, config: ModelConfig) -> None:  # config: shape and switches
         "Creates the layers of the MLP as children of the block."
         self.fc1 = nn.Linear(config.d_model, config.inner, bias=config.bias)
         self.fc2 = nn.Linear(config.inner, config.d_model, bias=config.bias)

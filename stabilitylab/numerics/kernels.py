@@ -84,10 +84,7 @@ class _Address(ctypes.c_void_p):
     "An argument that is given as the array or tensor itself, which then lives as long as the call."
 
     @classmethod
-    def from_param(
-        cls,
-        value: Any,  # a tensor, an array, or an address
-    ) -> Any:
+    def from_param(cls, value: Any) -> Any:  # value: a tensor, an array, or an address
         "Where its data begin."
         # an address alone lets the memory go: while C runs, other threads may write there
         if hasattr(value, "data_ptr"):

@@ -118,10 +118,7 @@ class _Call:
         "Whether something holds of an argument at an entry that is not finite."
         return bool((holds(torch.as_tensor(self.args[at])).expand_as(self.bad) & self.bad).any())
 
-    def is_zero(
-        self,
-        at: int = 0,  # number of an argument
-    ) -> bool:
+    def is_zero(self, at: int = 0) -> bool:  # at: number of an argument
         "Whether an argument is 0 at an entry that is not finite."
         return self.is_at_bad(at, lambda values: values == 0)
 

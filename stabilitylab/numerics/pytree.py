@@ -387,9 +387,7 @@ def _is_kept(part: Any) -> bool:
     return type(part) is dict and part.keys() == {"batch", LOOP}
 
 
-def batch_alone(
-    part: Any,  # a kept micro-batch
-) -> Any:
+def batch_alone(part: Any) -> Any:  # part: a kept micro-batch
     "The batch without the values of the loop."
     return part["batch"] if _is_kept(part) else part
 

@@ -111,9 +111,7 @@ def head_map(
 def _massive_profile(
     run: xr.DataTree,  # a record
     step: float,  # near which
-) -> (
-    xr.Dataset | None
-):  # largest (layer, rank), median (layer,), coords module; None where it was not sampled
+) -> xr.Dataset | None:  # largest (layer, rank), median (layer,), coords module; None where not sampled
     "The largest and the typical magnitude of every block at the nearest step that has them."
     attention, profile = attention_of(run), None
     if attention is not None:

@@ -141,9 +141,7 @@ def _tick(axis: Axis) -> FuncFormatter:
     return FuncFormatter(text)
 
 
-def log_axis(
-    ax: Axes,  # with positive values on them
-) -> None:
+def log_axis(ax: Axes) -> None:  # ax: with positive values on them
     "A logarithmic y-axis with few ticks, labelled with plain numbers."
     ax.set_yscale("log")
     low, high = ax.get_ylim()
@@ -177,9 +175,7 @@ def _say_empty(ax: Axes, text: str) -> None:
         ax.text(0.5, 0.5, text, color=colour("faint", ax), transform=ax.transAxes, ha="center", va="center")
 
 
-def few_ticks(
-    ax: Axes,  # low axes with a series on them
-) -> None:
+def few_ticks(ax: Axes) -> None:  # ax: low axes with a series on them
     "At most four labels on the y-axis, for a panel that is low."
     if not len(ax.get_yticks()):
         return

@@ -228,9 +228,7 @@ class RunPicture(_Drawn):
         log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
         dark: bool = False,  # whether to use the dark theme
         look: Look | None = None,  # smoothing, x-axis, range of values; None: defaults
-    ) -> tuple[
-        dict, list[dict]
-    ]:  # the sheet, and the panels with their `drawn_marks` too; ({}, []) for nothing
+    ) -> tuple[dict, list[dict]]:  # the sheet, the panels with their `drawn_marks`; ({}, []) for nothing
         "The picture as a scene that a browser draws."
         with theme(dark):
             axes = self._drawn(run, findings, x_range, names, log, dark, look or Look())

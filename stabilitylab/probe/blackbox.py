@@ -102,12 +102,8 @@ def _settings_of(optimizer: Any) -> list[dict]:
 
 def _copied_group(group: dict) -> dict:
     "The settings of one group as they are now."
-    return {key: _copied_setting(value) for key, value in group.items() if key != "params"}
-
-
-def _copied_setting(value: Any) -> Any:
-    "A setting as it is now."
-    return value.detach().clone() if torch.is_tensor(value) else value
+    values = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in values.items()}
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #4cbd1926
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up

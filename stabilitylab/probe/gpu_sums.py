@@ -148,9 +148,7 @@ def adam_sums_in_pieces(
 
 
 @cache
-def compiles_on(
-    device: torch.device,  # any
-) -> bool:
+def compiles_on(device: torch.device) -> bool:  # device: any
     "Whether the kernels can be built and run there."
     if triton is None or device.type != "cuda" or not torch.cuda.is_available():
         return False

@@ -20,9 +20,7 @@ from weakref import ref
 import torch
 
 # %% ../../nbs/api/probe/11_guard.ipynb #4ca15e50
-def warn_safely(
-    text: str,  # one line
-) -> None:
+def warn_safely(text: str) -> None:  # text: one line
     "Warn, without ever raising."
     try:
         warnings.warn(text, stacklevel=3)
@@ -46,10 +44,7 @@ class _Faults:
     faults: Counter = field(default_factory=Counter)  # kind -> parts of it that failed
     end: str | None = None  # why nothing is recorded any more
 
-    def stop(
-        self,
-        text: str,  # one line
-    ) -> None:
+    def stop(self, text: str) -> None:  # text: one line
         "Record nothing from here on, and say so once."
         self.off.add(RECORDING)
         if self.end is None:
@@ -156,9 +151,8 @@ class Watch:
     ):
         # without it Dynamo would trace the hook, and read from a graph what has no numbers yet
         if not hasattr(function, "__self__"):  # a method says so itself
-            vars(function)["_torchdynamo_disable"] = (
-                True  # runs between two graphs, with the tensors that are there
-            )
+            # runs between two graphs, with the tensors that are there
+            vars(function)["_torchdynamo_disable"] = True
         self.owner, self.function = ref(module), function
         _reduce_without_watches(type(module))
 
@@ -223,9 +217,7 @@ class _Reducer:
         return (*reduced[:2], state, *reduced[3:])
 
 
-def _reduce_without_watches(
-    kind: type[torch.nn.Module],  # class of a module that gets a hook
-) -> None:
+def _reduce_without_watches(kind: type[torch.nn.Module]) -> None:  # kind: class of a module that gets a hook
     "Let pickle and copy see the modules of a class without our hooks, from now on."
     earlier = copyreg.dispatch_table.get(kind)
     if not isinstance(earlier, _Reducer):

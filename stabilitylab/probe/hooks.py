@@ -100,9 +100,7 @@ def measured_modules(
     return rows, hooked
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #4a46832e
-def _check_hookable(
-    model: nn.Module,  # any model
-) -> None:
+def _check_hookable(model: nn.Module) -> None:  # model: any model
     "Refuse, with the reason, a model whose hooks would never fire, or break a graph that is there."
     for name, module in model.named_modules():
         where = name or "the model"

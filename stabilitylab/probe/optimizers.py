@@ -122,9 +122,7 @@ class OptimizerSteps:
         return stepped
 
 # %% ../../nbs/api/probe/11_optimizers.ipynb #3c0f1a0b
-def hooked_optimizers(
-    steps: OptimizerSteps,  # of a model
-) -> list[Any]:
+def hooked_optimizers(steps: OptimizerSteps) -> list[Any]:  # steps: of a model
     "The optimizers that run hooks, and those inside of them."
     hooked = [k for k in range(len(steps.optimizers)) if k not in steps.unhooked]
     return [optimizer for k in hooked for optimizer in (steps.optimizers[k], *steps.inner[k])]
@@ -218,10 +216,7 @@ class KeptGradients:
         self.has_begun = True
         self.was_clear = self.was_clear or p.grad is None or not bool(p.grad.norm())
 
-    def take(
-        self,
-        has_stepped: bool,  # whether an optimizer stepped
-    ) -> None:
+    def take(self, has_stepped: bool) -> None:  # has_stepped: whether an optimizer stepped
         "Ends a step; says it once where all but the first steps kept the gradients of the one before."
         if not self.handles or not has_stepped or not self.has_begun:
             return

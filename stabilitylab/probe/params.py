@@ -135,10 +135,7 @@ class GradientSums:
             if p.grad is not None and not _is_left_over(self.at_close, i, p.grad):
                 self.guard.attempt(_GRADIENTS, names[i], self.read, i, p.grad)
 
-    def use(
-        self,
-        optimizer: Any,  # that is about to step
-    ) -> None:
+    def use(self, optimizer: Any) -> None:  # optimizer: that is about to step
         "The gradients of an optimizer's step are those it is about to use."
         for p in [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]:
             i = self.numbered.at.get(id(p))
@@ -213,10 +210,7 @@ class ParamReader:
         moving = [p for p in params if p.grad is not None or (has_closure and p.requires_grad)]
         self.updates.keep([p for p in moving if not follows_from_state(optimizer, p)])
 
-    def after_step(
-        self,
-        optimizer: Any,  # that stepped
-    ) -> None:
+    def after_step(self, optimizer: Any) -> None:  # optimizer: that stepped
         "The update of every parameter that had a gradient."
         for group in groups_of(optimizer):
             for p in group["params"]:

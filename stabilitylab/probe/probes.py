@@ -7,22 +7,123 @@ __all__ = []
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a04
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .attention.report import AttentionRecording
-from .guard import Guard, transformed, whole_graphs
-from .hooks import OUTPUTS, BackwardEnd, ModuleProbe
-from .kinds import module_kinds
+from .guard import Guard, Watch, transformed, whole_graphs
+from .hooks import OUTPUTS, BackwardEnd, ModuleProbe, graph_task
+from .kinds import module_kinds, weight_shape
 from .optimizers import KeptGradients, SkippedSteps, groups_of
 from .params import UPDATES, ParamProbe
-from .routers import RouterProbe
 from .scalars import LossScale, StepLoss, clean_scalars
 from .settings import LEVELS, RecorderOptions, this_rank
 from .stats import has_bad, stack_rows, to_host, when_ready
+
+# %% ../../nbs/api/probe/17_probes.ipynb #0f548173
+_PER_TOKEN = ("top_k", "num_experts_per_tok", "k", "topk")
+_BIAS = "e_score_correction_bias"  # moves the choice of DeepSeek's router, not the weight of the expert
+
+
+def _experts_per_token(*modules: nn.Module) -> int:
+    "How many experts a router chooses for each token; 1 where neither it nor its owner says so."
+    values = (vars(module).get(name) for module in modules for name in _PER_TOKEN)
+    return next((value for value in values if isinstance(value, int) and value > 0), 1)
+
+
+def chosen_experts(
+    out: Any,  # what a router returned: scores (…, expert), or a tuple with the chosen experts in it
+    per_token: int = 1,  # experts that are chosen where it returns scores only
+    bias: torch.Tensor | None = None,  # (expert,), added to the sigmoid of the scores before the choice
+) -> torch.Tensor | None:  # int64, any shape; None where it returned neither
+    "The experts that a router chose."
+    tensors = [part for part in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(part)]
+    for part in tensors:
+        if part.dtype in (torch.int64, torch.int32) and part.ndim:
+            return part.detach().long()
+    scores = next((part.detach() for part in tensors if part.is_floating_point() and part.ndim), None)
+    if scores is None or scores.shape[-1] < per_token:
+        return None
+    scores = scores if bias is None else scores.sigmoid() + bias
+    return scores.topk(per_token, -1).indices
+
+# %% ../../nbs/api/probe/17_probes.ipynb #c9cf3c18
+def _routers(model: nn.Module, kinds: dict[str, str] | None) -> Iterator[tuple[nn.Module, str, int, int]]:
+    "Each router with its label, the number of its experts, and how many of them a token gets."
+    routers = {n: layer for n, (kind, layer) in module_kinds(model, kinds).items() if kind == "router"}
+    layers = Counter(routers.values())
+    for name, layer in routers.items():
+        shape = weight_shape(module := model.get_submodule(name))
+        if shape is None or len(shape) != 2 or shape[0] < 2:
+            continue  # the gate of one shared expert, or what only holds a router
+        is_alone = layer >= 0 and layers[layer] == 1
+        owner = model.get_submodule(name.rpartition(".")[0])
+        label = f"layer_{layer}" if is_alone else name.replace(".", "_")
+        yield module, label, shape[0], _experts_per_token(module, owner)
+
+# %% ../../nbs/api/probe/17_probes.ipynb #7884e8b1
+class RouterProbe:
+    "Counts the tokens that each router sends to each expert."
+
+    def __init__(
+        self,
+        model: nn.Module,  # an eager model
+        kinds: dict[str, str] | None = None,  # kinds of modules, as for `module_kinds`
+        guard: Guard | None = None,  # guard of the recording
+    ):
+        self.guard = guard or Guard(type(model).__name__)
+        self.counts: dict[str, torch.Tensor] = {}  # label of a router -> (expert,) float64
+        self.handles: list[Any] = []
+        for router in _routers(model, kinds):
+            self._hook(*router)
+
+    def _hook(self, module: nn.Module, label: str, n_experts: int, per_token: int) -> None:
+        "Count what one router chooses."
+
+        def hook(
+            module: nn.Module,  # the router
+            args: tuple,  # its inputs
+            out: Any,  # its logits (token, expert), or a container that holds them
+        ) -> None:
+            "Looks at a pass with gradients, once."
+            # activations that are computed again for the backward pass would count their tokens twice
+            if torch.is_grad_enabled() and graph_task() == -1:
+                self.guard.attempt("routers", label, self._count, module, label, n_experts, per_token, out)
+
+        self.handles.append(module.register_forward_hook(Watch(module, hook)))
+
+    def _count(self, module: nn.Module, label: str, n_experts: int, per_token: int, out: Any) -> None:
+        "Add the tokens of one call."
+        chosen = chosen_experts(out, per_token, getattr(module, _BIAS, None))
+        if chosen is None or chosen.is_meta or type(chosen).__name__ == "FakeTensor":
+            return
+        counts = self.counts.get(label)
+        if counts is None or counts.device != chosen.device:
+            counts = self.counts[label] = torch.zeros(n_experts, dtype=torch.float64, device=chosen.device)
+        chosen = chosen.reshape(-1)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
+
+    def take(self) -> dict[str, torch.Tensor]:
+        "Returns and clears, for each router, the busiest expert's share and the effective share of experts."
+        scalars = {}
+        for label, counts in self.counts.items():
+            shares = counts / counts.sum()
+            diversity = torch.special.entr(shares).sum().exp() / len(shares)
+            scalars[f"router_max_share_{label}"] = shares.max()
+            scalars[f"router_diversity_{label}"] = diversity
+        self.counts = {}
+        return scalars
+
+    def remove(self) -> None:
+        "Removes the hooks from the model."
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a06
 @dataclass(frozen=True)
@@ -46,10 +147,7 @@ class StepSums:
         "Whether an output or a gradient is not finite; waits for the device."
         return has_bad((*self.outputs.values(), *self.gradients.values()))
 
-    def to_item(
-        self,
-        scalars: dict[str, Any],  # of the step
-    ) -> dict:
+    def to_item(self, scalars: dict[str, Any]) -> dict:  # scalars: of the step
         "What the writer is given: copies on their way to the host, and events that say when they are there."
         rows = (*self.outputs.values(), *self.gradients.values(), *self.updates.values())
         scale = self.gradient_scale
@@ -176,9 +274,7 @@ class Probes:
                 part.remove()
 
 # %% ../../nbs/api/probe/17_probes.ipynb #6b7f0a0b
-def take_step(
-    probes: Probes,  # of the model
-) -> StepSums:
+def take_step(probes: Probes) -> StepSums:  # probes: of the model
     "Everything that the step which ends left with the probes; they start anew."
     guard, slots = probes.guard, probes.modules.slots
     outputs, uses, order = guard.attempt(OUTPUTS, None, probes.modules.take) or ({}, {}, [])

@@ -82,10 +82,7 @@ class _Retained:
         "All of them, in the order of their steps."
         return sorted([*self.old, *self.newest, *self.pinned], key=lambda shot: shot["step"])
 
-    def needs(
-        self,
-        row: dict,  # of a batch, or of settings
-    ) -> bool:
+    def needs(self, row: dict) -> bool:  # row: of a batch, or of settings
         "Whether a snapshot leads to this step: a pinned one to its suspect, an old one over one interval."
         step = row["step"]
         is_after_newest = bool(self.newest) and step >= min(shot["step"] for shot in self.newest)
@@ -145,10 +142,7 @@ class _RetentionIndex:
         if self.is_behind:
             self.write()
 
-    def settings(
-        self,
-        item: dict,  # step, optimizers: the settings of every group
-    ) -> None:
+    def settings(self, item: dict) -> None:  # item: step, optimizers: the settings of every group
         "Note the settings of a step where they are not those of the step before."
         groups = [list(map(_stored_group, groups)) for groups in item["optimizers"]]
         rows = self.index["settings"]
@@ -176,10 +170,7 @@ class RetainedFiles(_RetentionIndex):
             self._drop()
         self.write()
 
-    def pin(
-        self,
-        step: int,  # of a trigger
-    ) -> None:
+    def pin(self, step: int) -> None:  # step: of a trigger
         "Keep the newest snapshot that is not later than `step`."
         before = [shot for shot in self.index["snapshots"] if shot["step"] <= step]
         if before:

@@ -54,10 +54,7 @@ class _Columns:
         if self.counts:
             self.put(group, f"n:{prefix}", i, row[0] - row[1])
 
-    def put_tops(
-        self,
-        tops: list,  # (slots, array) pairs of one step
-    ) -> None:
+    def put_tops(self, tops: list) -> None:  # tops: (slots, array) pairs of one step
         "The channels that stand out."
         for slots, maxima in tops:
             for slot, (top, median, at) in zip(slots, maxima.numpy(), strict=True):

@@ -138,10 +138,7 @@ class _SlotUses:
             self.uses.setdefault(slot, []).extend((key, forward) for key in keys)
             self.dtypes[slot] = dtype
 
-    def forget(
-        self,
-        row: int,  # of a module
-    ) -> None:
+    def forget(self, row: int) -> None:  # row: of a module
         "Leave out what a module that failed has filled of this step."
         for slot in range(3 * row, 3 * row + 3):
             self.uses.pop(slot, None)
@@ -177,10 +174,7 @@ class _SlotDetails:
         if slot % 3 == 0 and key not in self.channels and numbers.ndim and numbers.shape[-1]:
             self.channels[key] = channel_maxima(numbers, axis if numbers.ndim > 2 else -1)
 
-    def take(
-        self,
-        uses: dict[int, list],  # slot -> keys
-    ) -> tuple[dict, dict]:
+    def take(self, uses: dict[int, list]) -> tuple[dict, dict]:  # uses: slot -> keys
         "Rows by key, and the top channel of each output by slot. Starts anew."
         tops = {}
         for slot, keys in uses.items():

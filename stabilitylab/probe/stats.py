@@ -252,10 +252,7 @@ class SumRows:
         self.size = size
         self.pools: dict[torch.device, dict[str, Any]] = {}
 
-    def new(
-        self,
-        device: torch.device,  # where the tensor lies
-    ) -> tuple[tuple, torch.Tensor]:
+    def new(self, device: torch.device) -> tuple[tuple, torch.Tensor]:  # device: where the tensor lies
         "A row of its own on a device: its key, and the row."
         pool = self.pools.setdefault(device, {"chunks": [], "rows": [], "used": 0})
         if pool["used"] == len(pool["rows"]):
@@ -280,9 +277,7 @@ class SumRows:
         return got
 
 # %% ../../nbs/api/probe/01_stats.ipynb #5f163e4b
-def to_host(
-    tensor: torch.Tensor,  # on any device
-) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:  # tensor: on any device
     "The tensor on the CPU, copied without waiting for the device."
     if tensor.device.type == "cpu":
         return tensor
@@ -303,9 +298,7 @@ def when_ready(
     return events
 
 # %% ../../nbs/api/probe/01_stats.ipynb #0bbd2095
-def has_bad(
-    tables: Iterable[torch.Tensor],  # (…, 5) rows of sums, on any devices
-) -> bool:
+def has_bad(tables: Iterable[torch.Tensor]) -> bool:  # tables: (…, 5) rows of sums, on any devices
     "Whether rows of sums count an entry that is not finite; waits once for each device."
     counts: dict[torch.device, list[torch.Tensor]] = {}
     for table in tables:

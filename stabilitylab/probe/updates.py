@@ -149,10 +149,7 @@ class StepUpdates:
         self.rows: dict[int, torch.Tensor] = {}  # by parameter number, as is `old`
         self.old: dict[int, torch.Tensor] = {}  # weights before the step
 
-    def keep(
-        self,
-        params: list[nn.Parameter],  # which a step is about to change
-    ) -> None:
+    def keep(self, params: list[nn.Parameter]) -> None:  # params: which a step is about to change
         "Copies of weights, to see what a step does to them."
         for p in params:
             if id(p) in self.numbers:

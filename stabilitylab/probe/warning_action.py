@@ -146,9 +146,7 @@ def is_triggered(
     return any([trigger(step, values) for trigger in triggers])
 
 
-def bad_value(
-    writer: Writer,  # of a recording in which a value is not finite
-) -> str:
+def bad_value(writer: Writer) -> str:  # writer: of a recording in which a value is not finite
     "Where it broke; waits until the writer has looked."
     while writer.rows.bad is None and writer.is_busy:
         time.sleep(0.01)

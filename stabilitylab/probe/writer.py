@@ -103,10 +103,7 @@ class _Parts:
             with suppress(OSError):  # the disk may refuse it
                 self.store.beat()
 
-    def flush_if_due(
-        self,
-        is_end: bool,  # whether nothing more will come
-    ) -> None:
+    def flush_if_due(self, is_end: bool) -> None:  # is_end: whether nothing more will come
         "Write when there is enough or it is time; what the disk refuses is kept and tried again."
         pending, is_late = self.pending, time.monotonic() - self.flushed > self.seconds
         is_due = is_end or len(pending.rows) >= self.enough or is_late

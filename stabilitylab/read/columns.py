@@ -64,9 +64,7 @@ def _largest(score: np.ndarray, above: float, count: int) -> np.ndarray:
     return at if len(at) <= count else at[np.argpartition(score[at], -count)[-count:]]
 
 
-def _is_thinnable(
-    step: np.ndarray,  # (n,) of records in the order of the file
-) -> bool:
+def _is_thinnable(step: np.ndarray) -> bool:  # step: (n,) of records in the order of the file
     "Whether a series counts up, but for restarts, so that a record can be kept every so many steps."
     return len(step) > 2 * _ENDS and bool((np.diff(step) > 0).mean() > 0.9)
 
@@ -163,10 +161,7 @@ class _Thinner:
         self.values = {name: _values(own)[self.frame.by_order] for name, own in parts.items()}
         self.is_thinnable = _is_thinnable(self.frame.step)
 
-    def size(
-        self,
-        width: int,  # steps of which one record is kept
-    ) -> int:
+    def size(self, width: int) -> int:  # width: steps of which one record is kept
         "About how many values are left."
         n = _n_buckets(self.frame.step, width) if self.is_thinnable else len(self.frame.step)
         return n * len(self.values)

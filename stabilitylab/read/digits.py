@@ -131,9 +131,7 @@ def number_parts(
 def scaled(
     mantissa: np.ndarray,  # int64, >= 0, (n,)
     power: int | np.ndarray,  # exponent of ten; one for all, or (n,)
-) -> tuple[
-    np.ndarray, np.ndarray
-]:  # float64 values, and a mask of those that may be off by a bit and need `float`
+) -> tuple[np.ndarray, np.ndarray]:  # float64 values; a mask of those maybe off by a bit that need `float`
     "Each mantissa times its power of ten."
     # up to these bounds both factors are exact in float64: the one operation rounds once, as `float` does
     is_hard = (np.abs(power) > 22) | (mantissa >= 2**53)

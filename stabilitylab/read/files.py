@@ -235,9 +235,7 @@ def join_process_streams(
     return [LogFile(lead.path, lead.format, join_streams(files[0].data, files[1].data))]
 
 
-def has_content(
-    data: LogData,  # what a file holds
-) -> bool:
+def has_content(data: LogData) -> bool:  # data: what a file holds
     "Whether a file holds a series, an event or a crash."
     has_events = any(kind != "launch" for kind, *_ in data.events)  # a launch alone is no run
     return bool(data.samples or has_events or data.attrs.get("crashes"))

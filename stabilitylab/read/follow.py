@@ -36,10 +36,7 @@ class _LineTail:
         self.skipped: Counter[str] = Counter()
         self._scan, self._rest = Scan(with_messages(parse)), b""  # the bytes of a line that has no end yet
 
-    def read(
-        self,
-        size: int,  # bytes of the file at this poll
-    ) -> LogData:
+    def read(self, size: int) -> LogData:  # size: bytes of the file at this poll
         "The records of the lines that were completed since the last call."
         with open(self.path, "rb") as file:
             file.seek(self.at)
@@ -71,10 +68,7 @@ class _Document:
         self._n_values: Counter[str] = Counter()  # of each series that were returned
         self._n_events = 0
 
-    def read(
-        self,
-        size: int,  # bytes of the file at this poll
-    ) -> LogData:
+    def read(self, size: int) -> LogData:  # size: bytes of the file at this poll
         "The values and events after those that were returned before."
         if size == self.at:
             return LogData()

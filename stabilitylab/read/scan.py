@@ -73,10 +73,7 @@ class _Steps:
         "The last step of the piece; None where it says none."
         return int(self.step[-1]) if len(self.step) else None
 
-    def at(
-        self,
-        order: np.ndarray | int,  # offsets in the log, as records have them
-    ) -> np.ndarray:
+    def at(self, order: np.ndarray | int) -> np.ndarray:  # order: offsets in the log, as records have them
         "The step of the last record before each offset."
         if not len(self.step):
             return np.full(np.shape(order), self.before)

@@ -69,9 +69,7 @@ _LONG_FILE = 2**27  # bytes from which on a table is read in pieces; its rows wo
 _JSON_PIECE, _ROWS_PIECE = 2**24, 2**18  # bytes of JSON lines, rows of a delimited table
 
 
-def is_long(
-    path: str | Path,  # a table
-) -> bool:
+def is_long(path: str | Path) -> bool:  # path: a table
     "Whether a table is read in pieces."
     return Path(path).stat().st_size >= _LONG_FILE
 

@@ -157,9 +157,7 @@ def message_events(
 _NO_RECORDS = {"checkpoint_load", "checkpoint_save", "scale_floor"}  # kinds whose lines hold other numbers
 
 
-def is_message(
-    line: bytes,  # one line of a log
-) -> bool:
+def is_message(line: bytes) -> bool:  # line: one line of a log
     "Whether the numbers of a line belong to a message: the state it loads or saves, or the least loss scale."
     return any(hit.event in _NO_RECORDS for hit in message_events(line))
 
@@ -207,12 +205,9 @@ def _fields_of_groups(line: bytes, record: re.Match[bytes], end: int) -> list[_F
 # %% ../../nbs/api/read/06_text.ipynb #0a307146
 def line_parser(
     record: bytes,  # a regular expression for one record; group `step`, where there is one, is its step
-    pairs: bytes
-    | None = None,  # a name and value in it: groups `name` and `value` (`%N`); None: the other groups
+    pairs: bytes | None = None,  # a name and value in it: groups `name`, `value` (`%N`); None: the others
     rename: dict[str, str] | None = None,  # names that need a clearer word, such as one that says the unit
-    prefixes: Sequence[
-        tuple[bytes, str]
-    ] = (),  # (regular expression, prefix of the names in lines that match)
+    prefixes: Sequence[tuple[bytes, str]] = (),  # (regular expression, prefix of names in lines that match)
 ) -> Parser:  # the reading of one line
     "A parser of lines that hold one or more records of names and values."
     shape = re.compile(record)
@@ -273,9 +268,7 @@ def with_messages(
 ) -> Parser:  # the same, and for lines it does not know `message_events`
     "The parser of a format and of the messages between its records."
 
-    def read(
-        line: bytes,  # without its line break
-    ) -> list[Hit]:
+    def read(line: bytes) -> list[Hit]:  # line: without its line break
         "The records of a line, else its events; a message of the GPU driver is never a record."
         return message_events(line) if _XID in line else parse(line) or message_events(line)
 

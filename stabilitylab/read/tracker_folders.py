@@ -203,9 +203,7 @@ def tracker_folders(
 
 def tracker_folder_of(
     path: Path,  # a file
-) -> (
-    TrackerFolder | None
-):  # None where it is no binary file of Weights & Biases with a folder `files` beside it
+) -> TrackerFolder | None:  # None: no binary file of Weights & Biases with a folder `files` beside it
     "The tracker folder that a binary file of Weights & Biases belongs to."
     if path.suffix != ".wandb" or not (path.parent / "files").is_dir():
         return None

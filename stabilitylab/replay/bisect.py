@@ -53,9 +53,7 @@ class Try:
 class Bisection:
     "The modules that need higher precision, with all trials of the search."
 
-    modules: tuple[
-        str, ...
-    ]  # the smallest set found that must stay in `good`; () where there is none to name
+    modules: tuple[str, ...]  # the smallest set found that must stay in `good`; () where none is to name
     outcome: str  # 'found', 'all may be coarse' (all in `bad`), 'never healthy'
     bad: str  # format in which the step fails
     good: str  # format of the modules kept in higher precision

@@ -266,9 +266,7 @@ def compare_precision(
     # keys of ATTENTION, combined with every precision; None: the kernel that PyTorch chooses
     attention: Sequence[str | None] = (None,),
     device: str | None = None,  # device to run on; None: that of the setup
-) -> (
-    xr.Dataset
-):  # (precision, module): error, overflow, underflow; (precision,): loss, grad_norm, first_module, …
+) -> xr.Dataset:  # (precision, module): error, overflow, underflow; (precision,): loss, grad_norm, …
     "The error of every module of a step relative to float64, in each precision."
     check_precisions(precisions)
     device = device or snapshot.setup.device

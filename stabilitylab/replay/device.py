@@ -52,9 +52,7 @@ def chosen_devices(
     return named[:1]
 
 # %% ../../nbs/api/replay/00_device.ipynb #9f938e8f
-def recorded_device(
-    run: xr.DataTree,  # a record
-) -> str:  # 'cpu', 'cuda', …
+def recorded_device(run: xr.DataTree) -> str:  # 'cpu', 'cuda', …
     "The kind of device that a model was on; of records that do not say it CUDA where the machine had it."
     had_cuda = bool(run.attrs.get("environment", {}).get("device"))
     return str(run.attrs.get("device") or ("cuda" if had_cuda else "cpu"))

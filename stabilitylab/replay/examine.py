@@ -26,7 +26,7 @@ from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, recorded_device, replay_device
 from .rare_tokens import losses_by_frequency
-from .retrace import Retrace, is_equal
+from .retrace import is_equal
 from .setup_check import SetupCheck
 from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch, load_snapshots
@@ -44,9 +44,7 @@ _LONGEST = 200  # characters of a reason
 _BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
 _FAR = 64  # steps from the first control state to the suspect one, at most; our convention
 _ONSET = 3.0  # factor over the median gradient norm so far at which states are no controls; our convention
-_FELL = (
-    0.75  # share of the median loss below which it fell far, so that its state is no suspect; our convention
-)
+_FELL = 0.75  # share of the median loss below which it fell far: its state is no suspect; our convention
 _BEFORE_ONSET = 16  # steps that this median takes, at least; our convention
 _RAISED = 2.0  # factor over the rate of the step before above which it was raised, as for `lr_jump`
 
@@ -55,9 +53,7 @@ def controls(
     path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # the suspect step
     n: int = 3,  # number of control states; one more batch is chosen
-) -> tuple[
-    list[int], list[int]
-]:  # steps of control states, steps of control batches, all before the suspect one, ascending
+) -> tuple[list[int], list[int]]:  # steps of control states, and of control batches; earlier, ascending
     "Earlier control steps: ordinary states shortly before the suspect step, and other batches before it."
     recording = opened(path)
     replayable = recording.box().steps
@@ -155,9 +151,7 @@ class Examination:
     swap: SwapTest | None = None  # from `swap_test`; like each field below None or empty if not requested
     samples: pd.DataFrame | None = None  # result of `blame`
     tokens: tuple[TextLosses, ...] = ()  # token losses of the samples with the largest gradient shares
-    frequency: pd.DataFrame | None = (
-        None  # from `losses_by_frequency`, by the recorded batches up to this one
-    )
+    frequency: pd.DataFrame | None = None  # from `losses_by_frequency`, by the batches up to this one
     precision: xr.Dataset | None = None  # result of `compare_precision`
     modules: pd.DataFrame | None = None  # result of `ablate`
     left_out: dict[str, str] = field(default_factory=dict)  # measurement -> reason why it was not possible
@@ -201,22 +195,20 @@ class Examination:
 def _precision_rows(table: xr.Dataset) -> list[dict]:
     "A row a precision from `compare_precision`."
     rows = (table.isel(precision=i) for i in range(table.sizes["precision"]))
-    return [_precision_row(row) for row in rows]
-
-
-def _precision_row(row: xr.Dataset) -> dict:
-    "One precision of `compare_precision`."
-    return {
-        "precision": str(row.precision.item()),
-        "loss": row.loss.item(),
-        "loss_float64": row.loss_float64,
-        "grad_norm": row.grad_norm.item(),
-        "error": row.error.values,
-        "modules": row.module.values,
-        "first_module": str(row.first_module.item()),
-        "overflow": int(row.overflow.sum()),
-        "underflow": int(row.underflow.sum()),
-    }
+    return [
+        {
+            "precision": str(row.precision.item()),
+            "loss": row.loss.item(),
+            "loss_float64": row.loss_float64,
+            "grad_norm": row.grad_norm.item(),
+            "error": row.error.values,
+            "modules": row.module.values,
+            "first_module": str(row.first_module.item()),
+            "overflow": int(row.overflow.sum()),
+            "underflow": int(row.underflow.sum()),
+        }
+        for row in rows
+    ]
 
 # %% ../../nbs/api/replay/08_examine.ipynb #a21c0004
 def _later_batches(path: Recording, snapshot: Snapshot) -> Iterator[Batch]:
@@ -296,8 +288,7 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
     precisions: Sequence[str] = (),  # precisions for `compare_precision`
     say: Callable[[str], None] = lambda words: None,  # called with a status text before each measurement
     modules: Sequence[str] | bool = (),  # names of modules for `ablate`; True: the parts of every block
-    states: Sequence[int]
-    | None = None,  # steps of the control states of the swap test; None: as in `controls`
+    states: Sequence[int] | None = None,  # steps of the control states of the swap; None: as in `controls`
     batches: Sequence[int] | None = None,  # steps of the control batches; None: chosen by `controls`
     device: str = AUTO,  # device to run on; 'auto': the recorded device type, if available
 ) -> Examination:  # the replayed step and the requested measurements
@@ -311,12 +302,6 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
         return _examined(recording, step, setup, say, (swap, samples, precisions, modules, states, batches))
 
 # %% ../../nbs/api/replay/08_examine.ipynb #d0e5fd22
-def _of_update(way: Retrace) -> tuple[float, float]:
-    "The norms of the update and of the weights after it; NaN where a weight is none."
-    numbers = way.steps[-1].replayed
-    return numbers["update_norm"], numbers["weight_norm"]
-
-
 def _of_samples(
     path: Recording,
     snapshot: Snapshot,
@@ -355,7 +340,8 @@ def _examined(
         return examination
     parts: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    if not all(map(isfinite, (again.loss, again.grad_norm, *_of_update(way)))):
+    update_norms = [way.steps[-1].replayed[name] for name in ("update_norm", "weight_norm")]
+    if not all(map(isfinite, (again.loss, again.grad_norm, *update_norms))):
         say("the first value that is not finite")
         with _named_where_it_fails("non-finite", left_out):
             parts["non_finite"] = first_non_finite(snapshot, batch)

@@ -161,9 +161,7 @@ def _of_dropout(setup: Setup, calls: dict[Callable, dict]) -> list[Alternative]:
     "Other rates of dropout, where a model has any."
     used = [function for function in _DROPOUT_NAMES if function in calls]
 
-    def at(
-        rate: float,  # probability of dropping a value, 0..1
-    ) -> Callable:
+    def at(rate: float) -> Callable:  # rate: probability of dropping a value, 0..1
         "All calls of dropout with one rate."
         return lambda: _Called({f: _constant(**{_DROPOUT_NAMES[f]: rate}) for f in used})
 
@@ -241,10 +239,7 @@ class Trying:
     start: Snapshot
     recorded: dict[str, float]  # quantity -> value
 
-    def numbers(
-        self,
-        alternative: Alternative,  # to take the step with
-    ) -> dict[str, float]:
+    def numbers(self, alternative: Alternative) -> dict[str, float]:  # alternative: to take the step with
         "The numbers of the step with an alternative; {} where it cannot be taken so."
         try:
             with alternative.around():
@@ -255,10 +250,7 @@ class Trying:
         except Exception:  # code that nobody here has read, under arguments that it never had
             return {}
 
-    def fits(
-        self,
-        alternative: Alternative,  # to take the step with
-    ) -> bool:
+    def fits(self, alternative: Alternative) -> bool:  # alternative: to take the step with
         "Whether an alternative gives the recorded loss and gradient norm."
         numbers = self.numbers(alternative)
         names = [name for name in ("loss", "grad_norm") if name in self.recorded]

@@ -208,10 +208,7 @@ class Sample:
     is_part: bool = False  # whether its loss is a part of that of the batch, not one of its own
     dim: int = 0  # along which the samples lie
 
-    def of(
-        self,
-        batch: Batch,  # the micro-batches of the step
-    ) -> object:
+    def of(self, batch: Batch) -> object:  # batch: the micro-batches of the step
         "The sample alone, as a micro-batch."
         return one_sample(batch.parts[self.microbatch], self.number, self.dim)
 

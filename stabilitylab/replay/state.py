@@ -83,9 +83,7 @@ class OfPart:
             return self.function(model, *map(prepare, values))
 
 # %% ../../nbs/api/replay/00_state.ipynb #3e3f8390
-def has_items(
-    part: object,  # a micro-batch
-) -> bool:
+def has_items(part: object) -> bool:  # part: a micro-batch
     "Whether a micro-batch contains the number of tokens by which its loss is divided."
     batch = batch_alone(part)
     items = batch.get("num_items_in_batch") if hasattr(batch, "get") else None
@@ -216,9 +214,7 @@ def _set_attributes(model: torch.nn.Module, attributes: dict) -> None:
             here[key] = values[key].to(here[key].device, copy=True) if is_moved else values[key]
 
 # %% ../../nbs/api/replay/00_state.ipynb #7ffe293c
-def set_training(
-    model: torch.nn.Module,  # any model
-) -> None:
+def set_training(model: torch.nn.Module) -> None:  # model: any model
     "Puts a model in training mode, also one whose own `train` is something else than torch's."
     try:
         model.train()

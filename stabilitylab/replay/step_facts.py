@@ -108,9 +108,7 @@ class _Watched(dict):
     values: Any = Mapping.values
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #a9548ce3
-def unread_keys(
-    facts: StepFacts,  # of the replayed steps
-) -> list[str]:
+def unread_keys(facts: StepFacts) -> list[str]:  # facts: of the replayed steps
     "Keys of the first batch that the loss does not look at."
     part = facts.first.parts[0]
     batch = batch_alone(part)
@@ -123,17 +121,13 @@ def unread_keys(
     return [str(key) for key in batch if key not in watched.read]
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #3423b8c0
-def some_of(
-    names: list[str],  # any number
-) -> str:
+def some_of(names: list[str]) -> str:  # names: any number
     "The first names, and how many more there are."
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #3e5d40e9
-def carried_state(
-    facts: StepFacts,  # of the replayed steps
-) -> str:
+def carried_state(facts: StepFacts) -> str:  # facts: of the replayed steps
     "What a call of the loss leaves for the next one beside weights and buffers; '' where nothing is left."
     start, batch = facts.way.start, facts.first
     outside, (model, _) = rng_state(), start.build()
@@ -151,9 +145,7 @@ def carried_state(
     return f"{some_of(names)} of the model" if names else "something outside the state dict of the model"
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #ea8be96b
-def untied_params(
-    facts: StepFacts,  # of the replayed steps
-) -> list[str]:
+def untied_params(facts: StepFacts) -> list[str]:  # facts: of the replayed steps
     "Parameters that are separate here and that the run knows under another name only."
     trained = set(facts.path.run.attrs.get("trainable", []))
     named = dict(facts.way.model.named_parameters())
@@ -163,9 +155,7 @@ def untied_params(
     return list({name: None for name, other in twins if torch.equal(saved[name], saved[other])})
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #46a36aac
-def params_in_no_optimizer(
-    facts: StepFacts,  # of the replayed steps
-) -> list[str]:
+def params_in_no_optimizer(facts: StepFacts) -> list[str]:  # facts: of the replayed steps
     "Trainable parameters that no optimizer of the replay has."
     in_groups = {
         id(p)

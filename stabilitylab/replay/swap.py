@@ -154,9 +154,7 @@ class SwapTest:
 
     verdict: str  # a key of VERDICTS
     decided_by: str  # variable that decides the verdict: grad_norm, loss or update_norm
-    table: (
-        xr.Dataset
-    )  # dims (state, batch): loss, grad_norm, update_norm; the verdict and its evidence in attrs
+    table: xr.Dataset  # dims (state, batch): loss, grad_norm, update_norm; the verdict and evidence in attrs
     # ratios of the batch, the state and the suspect pair to the controls, and the limit above which a ratio
     # is abnormal; empty unless the controls are finite and positive
     evidence: dict[str, float] = field(default_factory=dict)

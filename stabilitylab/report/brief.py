@@ -18,8 +18,8 @@ from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import MostLikely, most_likely
 from ..names.encode import plain, to_json
+from ..names.words import clean, number
 from .content import Facts, change_text, count_text, facts, replay_command, steps_text
-from .words import clean, number
 from ..run.curves import changes_at, loss_name, scalars_of, series_between
 from ..run.scalars import series_names
 

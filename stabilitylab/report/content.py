@@ -22,7 +22,7 @@ from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
 from ..names.glossary import REPORTED, SEVERITIES
-from .words import clean, number, spaced
+from ..names.words import clean, number, spaced
 from ..run.curves import loss_name
 from ..run.recording import nearest_step
 from ..run.scalars import series, series_names
@@ -172,12 +172,7 @@ def evidence_items(
 ) -> list[tuple[str, str]]:  # (what, value) as formatted text
     "The evidence of a finding as pairs of text."
     evidence = {"series": finding.series, **finding.evidence}
-    return [(spaced(name), number(value)) for name, value in evidence.items() if not _is_blank(value)]
-
-
-def _is_blank(value: object) -> bool:
-    "Whether a value is absent or empty; zero is neither."
-    return value is None or (isinstance(value, (str, list)) and not value)
+    return [(spaced(name), number(value)) for name, value in evidence.items() if value not in (None, "", [])]
 
 
 def remedies_by_verdict(

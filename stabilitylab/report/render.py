@@ -16,8 +16,8 @@ from markupsafe import Markup, escape
 from ..knowledge.remedies import source_url
 from ..names.errors import bad_input
 from ..names.glossary import terms_in
+from ..names.words import clean, number, spaced
 from .content import evidence_items, remedies_by_verdict, remedy_text, steps_text
-from .words import clean, number, spaced
 
 # %% ../../nbs/api/report/02_render.ipynb #816b43f4
 _TEMPLATES = files("stabilitylab.report").joinpath("templates")

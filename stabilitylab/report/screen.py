@@ -20,11 +20,11 @@ from markupsafe import Markup
 from .. import __version__
 from ..detect.findings import Findings
 from ..knowledge.remedies import source_url
+from ..names.words import spaced
 from ..plot.findings import panels_of
 from ..plot.picture import css_colours, in_range, page_svg
 from .html import finding_card, finding_sheet, run_sheet
 from .render import render
-from .words import spaced
 from ..run.scalars import series_names
 
 # %% ../../nbs/api/report/12_screen.ipynb #a98c7514

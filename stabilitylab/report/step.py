@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from math import isclose
 from statistics import median
 
+from ..names.words import device_words
 from .render import render
-from .words import device_words
 
 # %% ../../nbs/api/report/07_step.ipynb #678fa3eb
 def _as_number(

@@ -21,6 +21,7 @@ from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
 from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.encode import plain
+from ..names.words import clean
 from stabilitylab.report.content import (
     by_severity,
     facts,
@@ -32,7 +33,6 @@ from stabilitylab.report.content import (
     steps_text,
 )
 from .render import render
-from .words import clean
 
 # %% ../../nbs/api/report/04_terminal.ipynb #e9c1347f
 _ANSI = {
@@ -263,9 +263,7 @@ def run_json(
     findings: Findings,  # what `diagnose` found in it
     source: str | list[str] | None = None,  # file or folder of the run; None: from the record
     all_remedies: bool = False,  # whether to include all reported remedies, not only the three that fit best
-) -> (
-    dict
-):  # source, format, n_steps, first_step, last_step, findings, most_likely; `thinned` for a very long log
+) -> dict:  # source, format, n_steps, first_step, last_step, findings, most_likely; perhaps `thinned`
     "The findings of one run as a JSON object."
     named = source or run.attrs.get("source") or []
     head, likely = facts(run), most_likely(findings)

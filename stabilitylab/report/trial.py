@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from ..names.words import format_count
+from ..names.words import device_words, format_count, number
 from ..plot.runs import trial_svg
 from .terminal import columns_text
-from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
 from ..trial.outcome import MOST_SEEDS
 from ..trial.suggest import Suggestion

@@ -127,9 +127,7 @@ def _slurm_cluster(words: str) -> tuple[Any, int]:
         raise bad_input("client", words, "settings of dask_jobqueue.SLURMCluster, and jobs", why) from error
 
 
-def job_script(
-    words: str,  # 'slurm:' with settings
-) -> str:
+def job_script(words: str) -> str:  # words: 'slurm:' with settings
     "The script of each job that these words submit; nothing is submitted."
     if words.partition(":")[0] != "slurm":
         raise bad_input("client", words, "slurm:jobs=N,cores=C,memory=8GB: other workers have no job script")

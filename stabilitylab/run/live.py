@@ -158,9 +158,7 @@ class LiveStore(_LiveFolder):
             self.lock.close()
 
 # %% ../../nbs/api/run/03_live.ipynb #18d4bda7
-def _close_live(
-    path: str | Path,  # folder of a growing record
-) -> None:
+def _close_live(path: str | Path) -> None:  # path: folder of a growing record
     "Turn the parts into Zarr groups; killed half-way, the parts still hold everything."
     path = Path(path)
     closing = path / "live" / ".closing"

@@ -342,9 +342,7 @@ class Summary:
 # %% ../../nbs/api/run/00_scalars.ipynb #c3601916
 def summary(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
-) -> (
-    Summary
-):  # columns: n, first_step, last_step, first, last, min, min_step, max, max_step, nan, inf, log_name
+) -> Summary:  # columns: n, first_step, last_step, first, last, min, min_step, max, max_step, nan, inf, …
     "A table with one row per series of a run."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     rows = {name: _describe(series(scalars, name)) for name in series_names(scalars)}

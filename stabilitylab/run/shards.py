@@ -126,11 +126,6 @@ def _part_damage(parts: list[_Part], at: int) -> Damage:
     return Damage(parts[at].name, parts[at].why, steps=(first, int(later[0]) - 1) if is_gap else None)
 
 
-def _last_step(parts: list[_Part]) -> int:
-    "The last step of whole parts; 0 where there is none."
-    return max((int(part.steps[-1]) for part in parts if len(part.steps)), default=0)
-
-
 def read_shard(
     live: Path,  # of a growing record
     segment: int,  # number of the start
@@ -145,7 +140,8 @@ def read_shard(
         if part.why:
             damage = _part_damage(parts, at)
             text = f"{part.name} is left out, it is torn: {part.why}"
-            events.append(("note", _last_step(parts[:at]), text[:300], None))
+            last_step = max((int(part.steps[-1]) for part in parts[:at] if len(part.steps)), default=0)
+            events.append(("note", last_step, text[:300], None))
             damages.append(damage)
     arrays = {}
     for key in dict.fromkeys(key for part in parts for key in part.arrays):

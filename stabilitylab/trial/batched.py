@@ -106,10 +106,7 @@ class _Loss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(
-        self,
-        part: object,  # as the training's batches hold it
-    ) -> torch.Tensor:
+    def forward(self, part: object) -> torch.Tensor:  # part: as the training's batches hold it
         "The loss of a micro-batch."
         return self.loss(self.model, part)
 

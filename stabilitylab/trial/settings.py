@@ -242,9 +242,7 @@ def _points(shares: np.ndarray, rates: np.ndarray) -> tuple:
 
 def _schedule_of(
     run: xr.DataTree,  # a record
-) -> (
-    tuple[float, tuple] | None
-):  # largest rate, and (share of the steps, share of the rate) pairs; None without
+) -> tuple[float, tuple] | None:  # largest rate, and (share of steps, share of rate) pairs; None without
     "The logged learning rate as a piecewise linear schedule."
     rates = curve(run, "lr")
     if rates is None or len(rates.value) < 2 or not rates.value.max() > 0:

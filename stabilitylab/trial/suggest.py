@@ -14,11 +14,10 @@ import xarray as xr
 from ..detect.context import run_context
 from ..detect.diagnose import as_run
 from ..detect.facts.evidence import evidence
-from ..detect.findings import Finding, Findings
+from ..detect.findings import Finding, Findings, evidence_words
 from ..detect.layers.attention import growth_to
 from ..detect.likely_cause import MostLikely, is_program_failure, most_likely
 from ..detect.limits import limit
-from ..detect.phrase import evidence_words
 from ..detect.settings import rate_at
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import is_of_other_format, remedies_for

@@ -134,10 +134,7 @@ class _WorkFolder:
             self._lock.close()
         self._lock = None
 
-    def claim(
-        self,
-        request: dict,  # what is trained, as JSON has it
-    ) -> None:
+    def claim(self, request: dict) -> None:  # request: what is trained, as JSON has it
         "Stores a request in a new folder, or raises where the folder holds another one or is in use."
         if not self._request.is_file():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -150,10 +147,7 @@ class _WorkFolder:
         if json.loads(self._request.read_text(encoding="utf-8")) != json.loads(to_json(request)):
             raise bad_input("folder", str(self.path), f"an empty folder, or that of the same {self._kind}")
 
-    def store(
-        self,
-        request: dict,  # what is trained
-    ) -> None:
+    def store(self, request: dict) -> None:  # request: what is trained
         "Stores a request in place of the older one."
         write_atomic(self._request, to_json(request, indent=1))
 

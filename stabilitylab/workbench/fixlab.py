@@ -163,10 +163,7 @@ class FixLab(StepChoice):
 class TrialLab(FixLab):
     "A lab whose trial can be begun, polled and cancelled."
 
-    def begin(
-        self,
-        arms: Sequence[Arm],  # to be compared with the run unchanged
-    ) -> None:
+    def begin(self, arms: Sequence[Arm]) -> None:  # arms: to be compared with the run unchanged
         "Begins a trial; one that trains is stopped."
         if not arms or self.recording is None:
             raise bad_input("arms", "none", "one fix or more", "tick a fix")
@@ -331,10 +328,7 @@ class ArmLine(widgets.HBox):
         self.show = button("Open as a run", "folder-open", tooltip, lambda: show(name))
         super().__init__([self.bar, self.stop, self.show, self.words])  # words of any length come last
 
-    def take(
-        self,
-        row: ArmRow,  # how far it is
-    ) -> None:
+    def take(self, row: ArmRow) -> None:  # row: how far it is
         "Shows how far the arm is."
         self.bar.value, self.stop.disabled = row.share, row.is_done
         self.show.disabled = row.share == 0
@@ -373,34 +367,22 @@ class FixOffers(widgets.VBox):
         "The arms that are asked for."
         return [box.arm() for box in self.boxes if box.tick.value]
 
-    def say(
-        self,
-        words: str,  # '': the usual heading
-    ) -> None:
+    def say(self, words: str) -> None:  # words: '': the usual heading
         "What stands above the fixes."
         self.heading.value = render("view_fixlab", part="heading", choice=words)
 
-    def take(
-        self,
-        offered: list[Choice],  # the fixes that are worth a trial
-    ) -> None:
+    def take(self, offered: list[Choice]) -> None:  # offered: the fixes that are worth a trial
         "Offers these fixes, the first ones and the control ticked."
         self.say("" if offered else _NO_FIX)
         self.boxes = []
         self._add(*_boxes_of(offered, self.changed))
 
-    def offer(
-        self,
-        name: str,  # of a fix; '': none
-    ) -> None:
+    def offer(self, name: str) -> None:  # name: of a fix; '': none
         "Offers one more fix, ticked."
         if name:
             self._add(ChoiceBox(choice_of(name, [fix(name).about.summary]), self.changed, is_ticked=True))
 
-    def ask(
-        self,
-        name: str,  # of a fix; '': none
-    ) -> None:
+    def ask(self, name: str) -> None:  # name: of a fix; '': none
         "Ticks a fix, which is offered if it was not."
         boxes = [box for box in self.boxes if box.choice.name == name]
         for box in boxes:

@@ -90,10 +90,7 @@ class JobPanel(_PanelWidgets):
         except InputError as error:
             self.says.value = render("view_child", phase="failed", error=str(error))
 
-    def look_after(
-        self,
-        job: Pollable,  # that was started
-    ) -> None:
+    def look_after(self, job: Pollable) -> None:  # job: that was started
         "Shows a job until it ends."
         self.job = job
         try:
@@ -119,10 +116,7 @@ class JobPanel(_PanelWidgets):
             self.job.cancel()
             self.poll()
 
-    def show(
-        self,
-        state: JobState,  # of the job
-    ) -> None:
+    def show(self, state: JobState) -> None:  # state: of the job
         "Shows a state; a result is handed on."
         if state.ended:
             self.job = None

@@ -232,10 +232,7 @@ class StepChoice(HasTraits):
         step = nearest_step(self.steps, proposal["value"])
         return proposal["value"] if step is None else step
 
-    def choose(
-        self,
-        step: float | None,  # a step, or near one; None: the choice stays
-    ) -> None:
+    def choose(self, step: float | None) -> None:  # step: a step, or near one; None: the choice stays
         "Chooses the nearest step."
         if self.steps and step is not None:
             self.step = min(self.steps, key=lambda other: abs(other - step))

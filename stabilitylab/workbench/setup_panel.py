@@ -65,10 +65,7 @@ class SetupPanel:
         "The setup for a replay; None where a sample's own is meant."
         return self.where.value.strip() or None
 
-    def open(
-        self,
-        path: str | Path,  # folder of a record with a black box
-    ) -> None:
+    def open(self, path: str | Path) -> None:  # path: folder of a record with a black box
         "Takes another run: what lies in it or beside it is chosen."
         self.cancel()
         self.path, self.files = Path(path), setup_files(path)

@@ -19,12 +19,12 @@ from traitlets import HasTraits
 from ..detect.diagnose import as_run, diagnose
 from ..detect.findings import Finding, Findings
 from ..names.errors import bad_input
+from ..names.words import spaced
 from ..plot.findings import panels_of
 from ..plot.look import Look
 from ..plot.picture import RunPicture
 from ..read.follow import FolderFollower, Follower
 from ..read.runs import read_runs
-from ..report.words import spaced
 from ..run.recording import Recording
 from ..run.scalars import series_names
 from .panel import beside

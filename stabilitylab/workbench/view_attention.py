@@ -20,6 +20,7 @@ from traitlets import HasTraits
 
 from ..detect.layers.attention import attention_of
 from ..names.errors import bad_input
+from ..names.words import spaced
 from stabilitylab.plot.heads import (
     extra_view_picture,
     extra_views,
@@ -32,7 +33,6 @@ from ..probe.attention.report import head_weights
 from ..replay.setup_file import setup_of
 from ..replay.snapshot import load_batch, load_snapshot
 from ..report.render import render
-from ..report.words import spaced
 from ..run.job import Job, JobState
 from ..run.recording import nearest_step
 from .panel import JobPanel
@@ -69,10 +69,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(
-        self,
-        part: object,  # of the batch
-    ) -> object:
+    def forward(self, part: object) -> object:  # part: of the batch
         "The loss of a micro-batch."
         return self.loss(self.model, part)
 
@@ -285,10 +282,7 @@ class AttentionView(_AttentionWidgets):
             )
             show_sharp(self.further, drawn)
 
-    def click(
-        self,
-        click: dict,  # x, a step, and y, a row
-    ) -> None:
+    def click(self, click: dict) -> None:  # click: x, a step, and y, a row
         "Chooses the head in this row."
         data = attention_of(self.shared.run)
         if data is None:

@@ -60,10 +60,7 @@ class CheckpointState(HasTraits):
     below = traitlets.List(traitlets.Unicode(), help="the checkpoints below the run")
     folder = traitlets.Unicode(".", help="folder of the run")
 
-    def open(
-        self,
-        run: xr.DataTree,  # that is shown
-    ) -> None:
+    def open(self, run: xr.DataTree) -> None:  # run: that is shown
         "Takes another run, and the first and the last checkpoint below it."
         self.folder = str(run.attrs.get("source", "."))
         self.below = checkpoints_below(self.folder)
@@ -137,10 +134,7 @@ class CheckpointsView(StateView):
         on(shared, "name", lambda _: self.take(shared.run))
         self.take(shared.run)
 
-    def take(
-        self,
-        run: xr.DataTree,  # that is shown
-    ) -> None:
+    def take(self, run: xr.DataTree) -> None:  # run: that is shown
         "Takes another run; nothing of the former one stays."
         for child in (self.scan, self.diff):
             child.cancel()
@@ -159,10 +153,7 @@ class CheckpointsView(StateView):
         self._paths = [self.look.path_of(name) for name in names]
         return [command, *self._paths, "--json"]
 
-    def done(
-        self,
-        text: str,  # the JSON of `stabilitylab scan` or `diff`
-    ) -> None:
+    def done(self, text: str) -> None:  # text: the JSON of `stabilitylab scan` or `diff`
         "Shows what the command found."
         result = json.loads(text)
         self.out.value, self.columns.value = scan_html(result, _ROW_LIMIT), _columns_html(result)

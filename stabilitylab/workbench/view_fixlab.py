@@ -164,10 +164,7 @@ class TrialOrigin:
         refill(self.control, starts, starts[0])
         self.choose(starts[0])
 
-    def choose(
-        self,
-        name: str,  # 'this state', 'choose …' or that of the proxy
-    ) -> None:
+    def choose(self, name: str) -> None:  # name: 'this state', 'choose …' or that of the proxy
         "Starts there; a proxy is made first."
         self.maker.cancel()
         self.lab.origin, self.words.value = None, ""
@@ -181,10 +178,7 @@ class TrialOrigin:
             self.maker.cancel()
             self.control.value = self.control.options[0]
 
-    def take(
-        self,
-        state: JobState,  # of the job that makes a proxy
-    ) -> None:
+    def take(self, state: JobState) -> None:  # state: of the job that makes a proxy
         "Takes over what the proxy is, and whether the symptom shows in it."
         # its child process may end after the user chose another start
         if self.control.value != _PROXY:
@@ -243,10 +237,7 @@ class TrialArms:
             self.shared.trial_call = trial_call(self.lab, self.lab.trial.arms)
             self.shared.trial = self.lab.result
 
-    def open(
-        self,
-        name: str,  # of an arm
-    ) -> None:
+    def open(self, name: str) -> None:  # name: of an arm
         "Shows the records of an arm as runs of this workbench."
         runs = arm_runs(self.lab, name)
         if runs:
@@ -370,10 +361,7 @@ class FixLabView(StateView):
         if self.work.job is None:
             self.work.look_after(self.lab)
 
-    def stop(
-        self,
-        name: str,  # of an arm
-    ) -> None:
+    def stop(self, name: str) -> None:  # name: of an arm
         "Stops one arm."
         if self.lab.work is not None:
             self._try(self.lab.work.stop, name)

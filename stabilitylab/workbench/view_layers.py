@@ -13,9 +13,9 @@ import xarray as xr
 from traitlets import HasTraits
 
 from ..detect.findings import Findings
+from ..names.words import spaced
 from ..plot.layers import LayerMap, module_picture
 from ..report.render import render
-from ..report.words import spaced
 from ..run.curves import surviving_rows
 from stabilitylab.workbench.parts import (
     CallLine,
@@ -127,10 +127,7 @@ class LayersState(HasTraits):
         counts = [name for name in (f"{part}_nonfinite_count", "nonfinite_count") if name in tables]
         return self.of(run, counts[0]) if counts and drawn not in counts else None
 
-    def history(
-        self,
-        run: xr.DataTree,  # a record
-    ) -> xr.DataArray | None:  # dims (step,); None where it has none
+    def history(self, run: xr.DataTree) -> xr.DataArray | None:  # dims (step,); None where it has none
         "The statistic of the chosen module over all steps."
         history = _row_of(_table(run, *self.statistic), self.module) if self.statistic else None
         return None if history is None else history.assign_attrs(module=self.module)
@@ -249,18 +246,12 @@ class LayersView(_LayersWidgets):
         on(shared, "selected", lambda _: self.follow())
         self.fill()
 
-    def brushed(
-        self,
-        brush: dict,  # range: first and last row, or nothing
-    ) -> None:
+    def brushed(self, brush: dict) -> None:  # brush: range: first and last row, or nothing
         "Shows every row again where a brush was taken away."
         if not brush["range"]:
             self.look.set_trait("rows", ())
 
-    def choose_first(
-        self,
-        index: int | None,  # of a finding; None: none is chosen
-    ) -> None:
+    def choose_first(self, index: int | None) -> None:  # index: of a finding; None: none is chosen
         "Shows the finding that was chosen in the list."
         if index is not None:
             reveal(self.shared, index)
@@ -304,10 +295,7 @@ class LayersView(_LayersWidgets):
                 png = module_picture(history, _exponents_at(shared.run, look), look.step, shared.dark)
             show_sharp(self.detail, png)
 
-    def click(
-        self,
-        click: dict,  # x, a step, and y, a row
-    ) -> None:
+    def click(self, click: dict) -> None:  # click: x, a step, and y, a row
         "Chooses the module in this row, and the finding whose ring was meant."
         names = _row_names(self.look.of(self.shared.run))
         if not names:
@@ -322,10 +310,7 @@ class LayersView(_LayersWidgets):
             self.look.set_trait("step", click["x"])
             self.look.module = names[index]
 
-    def lift(
-        self,
-        span: list,  # first and last row that are shown, of those that were
-    ) -> None:
+    def lift(self, span: list) -> None:  # span: first and last row that are shown, of those that were
         "Shows these rows only, taller."
         first = self.look.rows[0] if self.look.rows else 0
         low, high = int(np.floor(span[0])), int(np.ceil(span[1]))

@@ -17,13 +17,13 @@ from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
 from ..names.glossary import FINDING_KINDS
+from ..names.words import spaced
 from ..plot.findings import flags_of
 from ..plot.picture import in_range, page_svg
 from ..plot.scene import COLOURS
 from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
-from ..report.words import spaced
 from stabilitylab.workbench.parts import (
     CallLine,
     PictureWidget,
@@ -255,10 +255,7 @@ class _OverviewWidgets(StateView):
         if test is not None:
             self.shared.swap_step, self.shared.visible = test[0], "replay"
 
-    def try_fix(
-        self,
-        name: str,  # of a fix that carries out a remedy
-    ) -> None:
+    def try_fix(self, name: str) -> None:  # name: of a fix that carries out a remedy
         "Opens the Fix lab with a fix ticked; a name that is no fix is ignored."
         if name in set(fixes()["name"]):
             self.shared.wanted = ""  # so that the same one can be asked for again
@@ -268,10 +265,7 @@ class _OverviewWidgets(StateView):
         "Offers the picture, its data and its call."
         self.files.value = _export_html(self.shared)
 
-    def choose(
-        self,
-        index: int | None,  # of a finding; None or -1: none
-    ) -> None:
+    def choose(self, index: int | None) -> None:  # index: of a finding; None or -1: none
         "Selects a finding, draws the series it was seen in and shows the steps around it."
         if index is None or index < 0:
             return
@@ -284,10 +278,7 @@ class _OverviewWidgets(StateView):
         state.x_range = around(state, index)
         state.selected = index
 
-    def zoom(
-        self,
-        span: list,  # first and last step, or [] for all
-    ) -> None:
+    def zoom(self, span: list) -> None:  # span: first and last step, or [] for all
         "Shows these steps; all of them with all values."
         if span:
             self.shared.x_range = tuple(span)
@@ -378,10 +369,7 @@ class Overview(_OverviewWidgets):
         names = [str(i) for i in range(1, len(self.shared.findings) + 1)]
         return names.index(number) if number in names else -1
 
-    def click(
-        self,
-        click: dict,  # x, a step, and finding, the index of a flag or -1
-    ) -> None:
+    def click(self, click: dict) -> None:  # click: x, a step, and finding, the index of a flag or -1
         "Selects a step, or the finding of a flag."
         self.shared.step = click["x"]
         self.choose(click.get("finding", -1))

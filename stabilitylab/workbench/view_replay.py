@@ -311,10 +311,7 @@ class ReplayView(_ReplayWidgets):
         self.look.result = {}
         self._say_call()
 
-    def ask_swap(
-        self,
-        step: int | None,  # that can be replayed; None: nothing is asked
-    ) -> None:
+    def ask_swap(self, step: int | None) -> None:  # step: that can be replayed; None: nothing is asked
         "Starts the swap test of a step, and nothing else."
         if step is None or step not in self.look.steps:
             return

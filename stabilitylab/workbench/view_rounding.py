@@ -16,8 +16,7 @@ import traitlets
 import xarray as xr
 
 from ..detect.findings import Findings
-from ..numerics.formats import spacing
-from ..numerics.lattice import Lattice, debias, lattice, records_to_move
+from ..numerics.formats import Lattice, debias, lattice, records_to_move, spacing
 from ..plot.replay import plot_lattice, plot_scaling, replay_png
 from ..replay.setup_file import setup_files
 from ..report.content import step_to_replay

@@ -20,11 +20,11 @@ from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError
 from ..names.glossary import SEVERITIES
+from ..names.words import number, spaced
 from ..plot.look import x_axes
 from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render
 from ..report.screen import opened_setting
-from ..report.words import number, spaced
 from ..run.curves import loss_name
 from ..run.scalars import series
 from .panel import beside
@@ -191,10 +191,7 @@ class _RunsControls:
         for chooser in (self.metric, self.scale, self.smooth, self.along):
             on(chooser, "value", act)
 
-    def refill(
-        self,
-        runs: dict[str, xr.DataTree],  # record of each run by its name
-    ) -> None:
+    def refill(self, runs: dict[str, xr.DataTree]) -> None:  # runs: record of each run by its name
         "Offers what the runs have."
         metrics = [("training loss", ""), *((spaced(name), name) for name in metrics_of(runs.values()))]
         chosen = self.metric.value if self.metric.value in [value for _, value in metrics] else ""
@@ -203,10 +200,7 @@ class _RunsControls:
         axes = list(dict.fromkeys(["step", *(name for names in each for name in names)]))
         refill(self.along, axes, self.along.value if self.along.value in axes else "step")
 
-    def look(
-        self,
-        hidden: tuple[str, ...],  # names of the runs that are not drawn
-    ) -> dict[str, Any]:
+    def look(self, hidden: tuple[str, ...]) -> dict[str, Any]:  # hidden: names of the runs that are not drawn
         "Settings of `plot_losses` that differ from its defaults."
         chosen = {"hidden": hidden, "metric": self.metric.value or "", "log": self.scale.value}
         chosen |= {"smooth": self.smooth.value or 0, "along": self.along.value or "step"}
@@ -280,10 +274,7 @@ class RunsView(StateView):
         if len(rows) == len(state.runs):
             self.draw()
 
-    def open_run(
-        self,
-        name: str | None,  # of a run, also as the page sent it; None: none
-    ) -> None:
+    def open_run(self, name: str | None) -> None:  # name: of a run, also as the page sent it; None: none
         "Shows this run in every view."
         if name in self.shared.runs and name != self.shared.name:
             self.shared.show(name)

@@ -100,9 +100,7 @@ class SeriesView(StateView):
             self.shared.drawn = (name,)
 
 # %% ../../nbs/api/workbench/19_view_series.ipynb #f0e51197
-def drawn_series(
-    state: WorkbenchState,  # with a run
-) -> list[str]:
+def drawn_series(state: WorkbenchState) -> list[str]:  # state: with a run
     "The series of the picture, the hidden ones among them."
     return list(state.drawn) or panels_of(state.run, state.findings)
 
@@ -165,10 +163,7 @@ class SeriesControls:
         drawn = drawn_series(state)
         refill(self.names, state.series, tuple(name for name in state.series if name in drawn))
 
-    def choose(
-        self,
-        chosen: tuple[str, ...],  # names of series
-    ) -> None:
+    def choose(self, chosen: tuple[str, ...]) -> None:  # chosen: names of series
         "Draws what was chosen, in the usual order."
         # the widget gives its choice in the order of its list; the panels keep the one of the reports
         usual = panels_of(self.state.run, self.state.findings, 99)

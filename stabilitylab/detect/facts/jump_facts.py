@@ -70,9 +70,7 @@ def _total(table: xr.DataArray | None, is_finite: np.ndarray) -> np.ndarray:
     return np.sqrt(np.where(is_none, 0.0, squares).sum(axis=1))
 
 
-def output_count(
-    run: xr.DataTree,  # a record
-) -> int:
+def output_count(run: xr.DataTree) -> int:  # run: a record
     "The number of outputs of the last matrix; 0 where it is not known."
     shapes = [shape for shape in run.attrs.get("shapes", {}).values() if len(shape) == 2]
     return int(shapes[-1][0]) if shapes else 0
@@ -330,9 +328,7 @@ def _repeats(steps: Steps) -> RunFacts:
     return {"same_inputs": (float(runs[at]), steps.step[at - int(runs[at])])}
 
 # %% ../../../nbs/api/detect/facts/82_jump_facts.ipynb #2b222e95
-def outlier_facts(
-    steps: Steps,  # of a record
-) -> RunFacts:
+def outlier_facts(steps: Steps) -> RunFacts:  # steps: of a record
     "The batch, the update and the input that stand out of the run."
     facts = (
         _input_peak(steps)

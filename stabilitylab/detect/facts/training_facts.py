@@ -270,9 +270,7 @@ def _of_weights(steps: Steps) -> RunFacts:
     return {"halved_in": (float(steps.step[at] - steps.step[0]), steps.step[at])}
 
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #6ff32df7
-def training_facts(
-    steps: Steps,  # of a record
-) -> RunFacts:
+def training_facts(steps: Steps) -> RunFacts:  # steps: of a record
     "What the start, the updates, the parts and the number format of a run show."
     facts: RunFacts = {}
     measures = (_of_start, _of_updates, _of_parts, _of_format, _of_model, _of_inputs, _of_rate, _of_weights)

@@ -26,9 +26,7 @@ def first_crossings(
     beyond: float = 0.0,  # a crossing is also at least this many times the largest early value of all columns
     min_peak: float = 0.0,  # columns that never reach this value do not cross
     lasts: bool = False,  # whether a crossing is one only where the next record crosses too, or none follows
-) -> tuple[
-    np.ndarray, np.ndarray
-]:  # row of each module's first crossing, -1: none; ratio to its early largest there
+) -> tuple[np.ndarray, np.ndarray]:  # row of a module's first crossing, -1: none; ratio to its early largest
     "Where each column first passes many times its early largest; infinity is a crossing, NaN is not."
     steps, modules = values.shape
     if not steps:
@@ -229,9 +227,7 @@ def find_underflow(
     return [Finding("underflow", "warning", sampled.step.values[0], modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #5819943a
-def find_dead_units(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_dead_units(run: xr.DataTree) -> list[Finding]:  # at most one
     "Modules whose output stays zero nearly everywhere."
     sampled = group_of(run, "sampled_activations", "zero_frac", min_steps=2)
     if sampled is None:

@@ -117,9 +117,7 @@ def find_logged_attention_logits(
     return sorted(findings, key=lambda f: (f.onset, -f.evidence["peak"]))[:1]
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #2f03a4b6
-def find_output_logit_drift(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding per series
+def find_output_logit_drift(run: xr.DataTree) -> list[Finding]:  # one finding per series
     "A logged log Z or output logit that moves away from zero and stays there."
     findings = []
     for series in attention_series(run, _OUTPUT_LOGIT):
@@ -141,9 +139,7 @@ def find_output_logit_drift(
     return findings
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #00c0bfb2
-def find_logged_entropy_collapse(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding per series
+def find_logged_entropy_collapse(run: xr.DataTree) -> list[Finding]:  # one finding per series
     "A logged attention entropy that fell to nearly nothing and stays there."
     findings = []
     for series in attention_series(run, _ATTENTION_ENTROPY):
@@ -335,9 +331,7 @@ def find_attention_sink(
     return _one_role(run, "self") + _one_role(run, "cross")
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #f14e000f
-def find_non_finite_attention(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_non_finite_attention(run: xr.DataTree) -> list[Finding]:  # at most one
     "Attention logits that are NaN or infinite."
     data = attention_of(run, needs=("nonfinite_count", "rows"))
     if data is None or not float(data.nonfinite_count.fillna(0).max()):

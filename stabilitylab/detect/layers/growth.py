@@ -146,9 +146,7 @@ def _growing(scalars: xr.Dataset, kind: str) -> list[tuple[str, ExponentialGrowt
     return sorted(grown, key=lambda pair: pair[1].onset)
 
 
-def find_growth(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one of gradients and one of activations
+def find_growth(run: xr.DataTree) -> list[Finding]:  # at most one of gradients and one of activations
     "Logged gradient norms and activations that grew exponentially; a warning from a hundredfold on."
     findings, scalars = [], scalars_of(run)
     for kind in ("grad_norm_explosion", "activation_explosion"):

@@ -80,9 +80,7 @@ _TIED += ("sink_score", "sink_uniform", "sink_position")
 def massive_at_sinks(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far
-) -> list[
-    Finding
-]:  # the same; a massive activation has its position, its token and the heads that look there
+) -> list[Finding]:  # the same; a massive activation has its position, its token and the heads that look
     "Massive activations tied to the token that carries them."
     data = attention_of(run, needs=_TIED)
     tied = None if data is None else _massive(data)

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import xarray as xr
 
-from ..findings import Finding
+from ..findings import Finding, evidence_words
 from stabilitylab.detect.layers.activations import (
     columns_above,
     crossing_order,
@@ -22,14 +22,11 @@ from stabilitylab.detect.layers.activations import (
 )
 from .growth import growth_evidence
 from ..limits import count_limit, limit
-from ..phrase import evidence_words
 from ..settings import rate_at
 from ...run.curves import curve, event_texts, group_of
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
-def find_param_grad_explosion(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_param_grad_explosion(run: xr.DataTree) -> list[Finding]:  # at most one
     "Parameters whose gradient norm grew far beyond its early range."
     gradients = group_of(run, "gradients", "grad_norm", min_steps=count_limit("least_records"))
     if gradients is None:
@@ -49,11 +46,6 @@ def find_param_grad_explosion(
     return [Finding("grad_norm_explosion", severity, onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #868b8701
-def _lacks_gradients(run: xr.DataTree) -> bool:
-    "Whether the Recorder notes that it stopped reading gradients."
-    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
-
-
 def _weight_beside(name: str) -> str:
     "The weight of the module of a bias; '' for another parameter."
     module, _, last = name.rpartition(".")
@@ -71,12 +63,11 @@ def _never_called(run: xr.DataTree) -> set[str]:
 
 def find_no_gradient(
     run: xr.DataTree,  # a record
-) -> list[
-    Finding
-]:  # at most three: biases on which the loss does not depend, and modules never called, are notes
+) -> list[Finding]:  # at most three: biases without effect, and modules never called, are notes
     "Trainable parameters that got no gradient in the whole run."
     gradients = group_of(run, "gradients", "grad_norm", "nonfinite_count", min_steps=1)
-    if gradients is None or _lacks_gradients(run):
+    notes = (text for _, text in event_texts(run))
+    if gradients is None or any(re.match("gradients (of .+ )?missing from step ", note) for note in notes):
         return []
     norm, nonfinite = gradients.grad_norm, gradients.nonfinite_count
     has_gradient = np.nan_to_num(norm.transpose("step", "param").values, nan=0.0, posinf=1.0).any(axis=0)
@@ -120,9 +111,7 @@ def _lookup_tables(run: xr.DataTree) -> set[str]:
     return set() if is_tied else set(weights.param.values[tables].astype(str))
 
 
-def find_misaligned_shape(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_misaligned_shape(run: xr.DataTree) -> list[Finding]:  # at most one
     "Trained matrices with a side that slows down tensor cores."
     shapes, tables = run.attrs.get("shapes", {}), _lookup_tables(run)
     trained = [name for name in run.attrs.get("trainable", shapes) if name in shapes and name not in tables]
@@ -137,9 +126,7 @@ def find_misaligned_shape(
     return [Finding("misaligned_shape", "info", modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #8bb6256f
-def find_wide_init(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_wide_init(run: xr.DataTree) -> list[Finding]:  # at most one
     "Matrices whose first weights are far wider than sqrt(2/(5H)) (Nguyen and Salazar, 1910.05895)."
     weights, shapes = group_of(run, "weights", "weight_norm", min_steps=1), run.attrs.get("shapes", {})
     if weights is None or int(weights.step.values[0]) != 0:
@@ -257,9 +244,7 @@ def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
     return np.isin(params, names[is_noise]) & np.char.endswith(params, "bias")
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #6daf38ca
-def find_grad_below_epsilon(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_grad_below_epsilon(run: xr.DataTree) -> list[Finding]:  # at most one
     "Parameters whose gradients are mostly below the optimizer's epsilon."
     optimizer = group_of(run, "optimizer", "below_eps_frac", min_steps=1)
     if optimizer is None:
@@ -286,9 +271,7 @@ def find_grad_below_epsilon(
 _FORGOTTEN = "trainable but in no optimizer: "
 
 
-def find_without_optimizer(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_without_optimizer(run: xr.DataTree) -> list[Finding]:  # at most one
     "Trainable parameters that are in no optimizer."
     texts = [text for _, text in event_texts(run)]
     forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
@@ -308,9 +291,7 @@ def _are_matrices(run: xr.DataTree, updates: xr.Dataset) -> list[bool]:
     ]
 
 
-def find_large_steps(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_large_steps(run: xr.DataTree) -> list[Finding]:  # at most one
     "A learning rate whose steps are as large as the weights."
     updates = group_of(run, "updates", "update_ratio")
     if updates is None:
@@ -376,9 +357,7 @@ def _lost_shares(run: xr.DataTree) -> xr.DataArray | None:
     return _unmoved(run)
 
 
-def find_lost_updates(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_lost_updates(run: xr.DataTree) -> list[Finding]:  # at most one
     "Parameters kept in bf16 whose updates mostly vanish in rounding."
     sampled, dtypes = _lost_shares(run), run.attrs.get("dtypes", {})
     if sampled is None:

@@ -240,9 +240,8 @@ def _largest_rise(
     if last - begin + 1 < count_limit("median_records"):
         return None
     here = value[skipped + width * first : skipped + width * (last + 1)]
-    apart = _DIFFERENCE_TO_SD * max(
-        np.abs(np.diff(here)).mean(), np.abs(np.diff(value)).mean()
-    )  # tails count too
+    # tails count too
+    apart = _DIFFERENCE_TO_SD * max(np.abs(np.diff(here)).mean(), np.abs(np.diff(value)).mean())
     # two estimates of a block's noise, from its neighbours and from its records; each fails where the other
     # holds
     alone = apart * np.sqrt(np.pi / 2 / width)  # of a median of independent records
@@ -282,9 +281,7 @@ def _best(series: Curve, start: int) -> Rise | None:
     return max(large, key=lambda r: r.z, default=None)
 
 
-def find_slow_rise(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_slow_rise(run: xr.DataTree) -> list[Finding]:  # at most one
     "Where the loss climbed slowly."
     series = longest_run(loss_curve(run))
     if series is None or series.name not in ("loss", "perplexity") or (series.value < 0).any():

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from ..findings import Finding
+from ..findings import Finding, evidence_words
 from ..limits import count_limit, limit
-from ..phrase import evidence_words
 from ..restarts import split_runs
 from stabilitylab.run.curves import (
     Curve,

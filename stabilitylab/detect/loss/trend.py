@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..findings import Finding
+from ..findings import Finding, evidence_words
 from ..limits import count_limit, limit
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
 from .evaluations import objective_type
-from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
 from ...run.rolling import smooth
@@ -64,9 +63,7 @@ def _fall_of(series: Curve) -> _Fall:
 _COIN_FLIP = (math.log(2), 2 * math.log(2))  # nats of a guess between two classes, of one and of two of them
 
 
-def find_not_learning(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one: `not_learning` or `plateau`
+def find_not_learning(run: xr.DataTree) -> list[Finding]:  # at most one: `not_learning` or `plateau`
     "A loss that never moved, or that stopped moving for a large part of the run and then went on."
     series = longest_run(loss_curve(run))
     if series is None or len(series.value) < count_limit("least_long"):
@@ -166,9 +163,7 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
     ]
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b0ebaeed
-def find_leak(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+def find_leak(run: xr.DataTree) -> list[Finding]:  # at most one
     "A loss near zero almost at once, on validation data too: the input holds the answer, or no task."
     series, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
     if series is None or not is_likelihood(series):

@@ -298,9 +298,7 @@ class ScaleCause:
     "The reason for overflows in an fp16 step."
 
     cause: str  # 'activations', 'gradients' or 'none'
-    module: (
-        str  # first module in order of execution whose output or output gradient overflows; '' without one
-    )
+    module: str  # first module in order of execution whose output or its gradient overflows; '' without one
     # largest power of two at which the gradients of this batch fit fp16; 0 where activations overflow
     scale_that_fits: float
     absmax: float  # largest finite unscaled |value| of that cause

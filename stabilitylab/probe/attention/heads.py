@@ -31,16 +31,12 @@ class HeadStatistics:
     # "eager scores" it is the largest score that the softmax sees, after them
     attn_logit_max: np.ndarray
     attn_entropy: np.ndarray  # nats, mean over queries, of the weights over keys; NaN where no query counts
-    attn_entropy_rel: (
-        np.ndarray
-    )  # the same divided by log(keys seen), in [0, 1]; queries that see two keys or more
+    attn_entropy_rel: np.ndarray  # the same over log(keys seen), in [0, 1]; queries that see two keys or more
     attn_lse: np.ndarray  # mean log-sum-exp of the softmax input, including a learned sink
     attn_lse_max: np.ndarray  # largest log-sum-exp
     mean_distance: np.ndarray  # mean distance between a query and the keys it attends to, in positions
     null_weight: np.ndarray  # share of attention on a slot without a value (learned sink), in [0, 1]
-    sink_score: (
-        np.ndarray
-    )  # mean weight that the best-fed position of a document gets from queries that see it
+    sink_score: np.ndarray  # mean weight of the best-fed position of a document from queries that see it
     sink_uniform: np.ndarray  # weight that the same positions would receive from uniform attention
     sink_share: np.ndarray  # share of documents in which one position receives more than `epsilon`
     first_score: np.ndarray  # as `sink_score`, for the first position of each document

@@ -48,9 +48,7 @@ def _of_layer(caught: Caught) -> dict[str, float]:
 # %% ../../../nbs/api/probe/attention/26_report.ipynb #2353485a
 def attention_dataset(
     steps: Mapping[int, Iterable[Caught]],  # step -> the attentions of one forward pass, in order
-) -> (
-    xr.Dataset
-):  # dims (step, layer, head); coords module, role, source by layer; NaN where a head is not there
+) -> xr.Dataset:  # dims (step, layer, head); coords module, role, source by layer; NaN where no head is
     "The `/attention` group of a record: one entry a layer for each attention, self and cross apart."
     passes = {int(step): list(caught) for step, caught in steps.items()}
     layers = list(
@@ -131,8 +129,8 @@ def attention_report(
         )
     data = attention_dataset({step: watch.caught}).assign_attrs(epsilon=epsilon, unrecognised=missed)
     attrs: dict[str, Any] = {"model": type(eager_model(model)).__name__}
-    if watch.logits is not None and len(watch.logits) > 1:
-        attrs["output"] = output_information(watch.logits).to_dict()
+    if watch.outputs.logits is not None and len(watch.outputs.logits) > 1:
+        attrs["output"] = output_information(watch.outputs.logits).to_dict()
     if loss is not None:
         attrs["layer_readings"] = [reading.to_dict() for reading in layer_readings(model, loss)]
     return new_run(attrs=attrs, attention=data)
@@ -216,8 +214,8 @@ class AttentionProbe:
         with preserve_state(module), AttentionWatch(module, self.epsilon) as watch:
             module(*args, **kwargs)
         self.got[step], self.missed = watch.caught, watch.unrecognised()
-        if watch.logits is not None and len(watch.logits) > 1:
-            self.outputs[step] = output_information(watch.logits)
+        if watch.outputs.logits is not None and len(watch.outputs.logits) > 1:
+            self.outputs[step] = output_information(watch.outputs.logits)
 
     def take(self) -> xr.Dataset:
         "Returns and clears the `/attention` group of the steps since the last call."

@@ -101,10 +101,7 @@ class _BlockMasks:
         self.order_only = not (is_closed or call.masks or call.documents is not None)
         self.last: _Mask | None = None  # of the block before
 
-    def of(
-        self,
-        block: ScoreBlock,  # that is read now
-    ) -> tuple[_Mask, bool]:
+    def of(self, block: ScoreBlock) -> tuple[_Mask, bool]:  # block: that is read now
         "Who sees whom, and whether it was not asked before: heads and sequences often share it."
         key = (block.rows.start, block.heads.start * self.by_head, block.batch.start * self.by_batch)
         if self.last is not None and self.last.key == key:
@@ -252,10 +249,7 @@ class _BlockSums(_Buffers):
 class _Pass(_BlockSums):
     "One pass over an attention's blocks; the large intermediate results live in three buffers."
 
-    def add(
-        self,
-        block: ScoreBlock,  # that is read now
-    ) -> None:
+    def add(self, block: ScoreBlock) -> None:  # block: that is read now
         "Add one block to the sums."
         if self.tiles is not None:
             self.add_tile(block, self.tiles)
@@ -323,10 +317,8 @@ def _is_sharp(sums: Sums) -> bool:
 # %% ../../../nbs/api/probe/attention/21_stream.ipynb #19362ee4
 def attention_sums(
     call: AttentionCall,  # the attention
-    dtype: torch.dtype
-    | None = None,  # of the products; None: float32 where that keeps five digits, else float64
-    size: int
-    | None = None,  # most scores held at a time; None: what fits the cache, 1/160 of all without a compiler
+    dtype: torch.dtype | None = None,  # of products; None: float32 where that keeps five digits, else float64
+    size: int | None = None,  # most scores at a time; None: what fits the cache, 1/160 without a compiler
 ) -> Sums:  # what the blocks add up to
     "One pass over the attention in blocks, with memory that grows as its length."
     bound = _logit_bound(call)

@@ -57,9 +57,7 @@ def _without_cast_cache() -> Iterator[None]:
 
 
 @contextmanager
-def preserve_state(
-    model: nn.Module,  # a model that is about to run once more
-) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:  # model: a model that is about to run once more
     "Runs inside leave no trace in random numbers, buffers, gradients and casts; compiled parts run eagerly."
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -89,9 +87,7 @@ def eager_model(
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead")
 _CONTEXT = ("encoder_hidden_states", "key_value_states", "context", "memory", "cross_attention_states")
 _SOME_INPUTS, _SOME_PLACES = 4, 16  # logits that are kept of a pass
-_WITH_OPTIONS = (
-    "attend"  # name of the attention of our reference models, which hands its options to a watcher
-)
+_WITH_OPTIONS = "attend"  # the attention of our reference models, which hands its options to a watcher
 _CROSS = re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I)
 _BESIDE = re.compile(r"dropout|identity|conv", re.I)  # classes of what stands beside an attention
 
@@ -110,9 +106,7 @@ class Caught:
     role: str  # 'self' or 'cross'
     source: str  # means of capture: sdpa, flex, nn.MultiheadAttention, eager, eager scores, registry
     statistics: Any  # `HeadStatistics` of its heads, or the result of `measure`
-    tokens: (
-        torch.Tensor | None
-    )  # (document, head) token id at each document's sink; None where ids are unknown
+    tokens: torch.Tensor | None  # (document, head) token id at each document's sink; None: ids are unknown
     stream: StreamPeak | None = None  # largest magnitudes of its block's output; None if there are none
     stream_token: int = -1  # token id at the largest magnitude; -1 if unknown
 
@@ -126,10 +120,7 @@ class _EnteredModules:
         self.inside: list[tuple[str, Any, bool]] = []
         self.ids: list[torch.Tensor] = []  # token ids that were embedded
 
-    def enter(
-        self,
-        name: str,  # of a module
-    ) -> Callable:
+    def enter(self, name: str) -> Callable:  # name: of a module
         "A hook that notes which module runs."
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:  # before its forward
@@ -167,10 +158,7 @@ class _EnteredModules:
 class _RunningModules(_EnteredModules):
     "Which modules of a model run, and the token ids that they embed."
 
-    def placed(
-        self,
-        call: AttentionCall,  # that is made now
-    ) -> AttentionCall:
+    def placed(self, call: AttentionCall) -> AttentionCall:  # call: that is made now
         "The call with its role, its module, and the place of its first query where there is a cache."
         around = [x for x in self.inside if not isinstance(x[1], nn.Softmax)] or [("", None, False)]
         name, module, reads = around[-1]
@@ -225,10 +213,7 @@ class _Outputs:
         token = int(fit[-1][peak.sequence, peak.position]) if peak is not None and fit else -1
         self.peaks[unwrapped_module(name)] = peak, token
 
-    def beside(
-        self,
-        caught: Caught,  # an attention
-    ) -> Caught:
+    def beside(self, caught: Caught) -> Caught:  # caught: an attention
         "The attention with what its block puts out."
         around = [name for name in self.peaks if f"{caught.module}.".startswith(f"{name}.")]
         if not around:
@@ -322,11 +307,6 @@ class _MeasuredCalls(TorchFunctionMode):
         # names of modules that look like attention
         self.looks = [n for n in named if not _is_beside(model.get_submodule(n))]
 
-    @property
-    def logits(self) -> torch.Tensor | None:  # (input, place, vocab)
-        "Some logits of the pass."
-        return self.outputs.logits
-
     def _see(self, func: Callable, args: tuple, kwargs: dict, out: object) -> None:
         "Recognise one function call."
         name = getattr(func, "__name__", "")
@@ -345,10 +325,7 @@ class _MeasuredCalls(TorchFunctionMode):
         "How many attentions were seen, those that are not understood among them."
         return len(self.caught) + len(self.trace.pending) + len(self.problems)
 
-    def take(
-        self,
-        call: AttentionCall,  # that was recognised
-    ) -> None:
+    def take(self, call: AttentionCall) -> None:  # call: that was recognised
         "Measure one attention; outside of all modules it is one that was named before."
         call = self.running.placed(call) if self.running.inside else call
         got = self.measure(call)

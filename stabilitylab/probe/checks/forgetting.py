@@ -120,9 +120,7 @@ def repetition(
     samples: Sequence[Sequence],  # generated texts, each a sequence of tokens
     reference: Sequence[Sequence] = (),  # real texts of about the same length; (): none
     longest: int = 8,  # largest n
-) -> (
-    pd.DataFrame
-):  # one row per n: share, reference, excess; attrs: `loops`, length of each sample's final loop in tokens
+) -> pd.DataFrame:  # a row per n: share, reference, excess; attrs: `loops`, final loop of each in tokens
     "The fraction of n-grams in generated text that occurred earlier in the same text."
     samples = [[*map(int, ids)] for ids in samples]
     reference = [[*map(int, ids)] for ids in reference]
@@ -199,9 +197,7 @@ def longest_that_fits(
     batch_of: Callable,  # (length) -> a batch of full size with sequences of that length
     length: int,  # length of the longest sequence of the data, >= 1
     capacity: float | None = None,  # bytes; None: the memory of the device, without limit on a CPU
-) -> (
-    pd.DataFrame
-):  # one row per length, from the longest to the first that fits: length, peak (bytes; NaN: unknown), fits
+) -> pd.DataFrame:  # per length, from the longest to the first that fits: length, peak (bytes), fits
     "Whether a training step at the longest length fits into memory; if not, the first half that does."
     if length < 1:
         raise bad_input("length", length, "1 or more")

@@ -110,9 +110,7 @@ def shift_invariance(
     return table
 
 # %% ../../../nbs/api/probe/checks/17_positions.ipynb #3732e20f
-_ROUNDING = (
-    64  # roundoffs of the output's format that are called rounding; as sums over a few hundred terms have
-)
+_ROUNDING = 64  # roundoffs of the output's format that are rounding, as of sums over a few hundred terms
 
 
 @torch.no_grad()
@@ -120,9 +118,7 @@ def padding_influence(
     run: Callable,  # (pads, value) -> output at the real positions, of one shape whatever the padding
     pads: Sequence[int] = (1, 8),  # amounts of padding; `run` decides where it goes
     values: Sequence = (0,),  # values of the padding, such as a token or a colour
-) -> (
-    pd.DataFrame
-):  # one row per combination: pads, value, change (largest, relative), masked (change within rounding)
+) -> pd.DataFrame:  # per combination: pads, value, change (largest, relative), masked (within rounding)
     "How much the output at real positions changes when padding is added."
     base = run(0, values[0]).detach()
     rounding = _ROUNDING * torch.finfo(base.dtype).eps

@@ -142,9 +142,7 @@ def tokenizer_fit(
 ) -> dict[str, float]:  # tokens_per_character, unknown_share, and longer: times the tokens of the reference
     "How well a tokenizer knows a text."
 
-    def counted(
-        part: Sequence[str],  # texts
-    ) -> tuple[float, float]:
+    def counted(part: Sequence[str]) -> tuple[float, float]:  # part: texts
         "Tokens for each character, and the share of unknown ones."
         ids = [token for text in part for token in encode(text)]
         characters = sum(len(text) for text in part)

@@ -320,10 +320,7 @@ class _LineReader:
             self.line = self.line[: rank.start()] + zeros + self.line[rank.end() :]
         self.names, self.used_names, self.last_end = _Names(self.line, self.numbers), set[str](), 0
 
-    def add(
-        self,
-        number: re.Match[bytes],  # where it stands in the line
-    ) -> None:
+    def add(self, number: re.Match[bytes]) -> None:  # number: where it stands in the line
         "Adds one number, unless it is a part of a word."
         start, end = number.span()
         unit = _UNIT.match(self.line, end)

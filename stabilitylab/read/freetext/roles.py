@@ -177,9 +177,7 @@ _PARTS = {"critic", "actor", "discriminator", "generator", "disc", "gen"}
 _TIME_UNITS = ("s", "ms", "us", "sec", "secs", "min", "h")  # of `Step: 75ms`, a duration
 
 
-def is_count(
-    value: np.ndarray,  # (line,) numbers of a column
-) -> bool:
+def is_count(value: np.ndarray) -> bool:  # value: (line,) numbers of a column
     "Whether all numbers are whole, not negative, and small enough to be exact in float64."
     if len(value) == 1:  # of free text most columns
         number = float(value[0])

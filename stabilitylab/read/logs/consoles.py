@@ -64,9 +64,7 @@ def _table() -> list[dict]:
 def _first_of(parsers: list[Parser]) -> Parser:
     "A parser that gives the records of the first of several that finds any."
 
-    def parse(
-        line: bytes,  # without its line break
-    ) -> list[Hit]:
+    def parse(line: bytes) -> list[Hit]:  # line: without its line break
         "The records of one line."
         return next((hits for parser in parsers if (hits := parser(line))), [])
 
@@ -143,11 +141,6 @@ def _interval(bar: np.ndarray) -> int | None:
     upper = float((bar / np.arange(1, len(bar) + 1)).min())
     fitting = [steps for steps in _INTERVALS if _MIN_FIT * upper <= steps <= upper]
     return fitting[-1] if fitting else None
-
-
-def _is_late(records: Samples) -> bool:
-    "Whether records stand after a bar that had moved on: neighbours share a step."
-    return bool(len(records.step) > 1 and (np.diff(records.step) == 0).any())
 
 
 def _epochs_at(log: LogData, order: np.ndarray) -> np.ndarray | None:
@@ -244,7 +237,7 @@ def _read_trainer(path: Path) -> LogData:
     records = log.samples.get("loss")
     if records is None and "train_loss" in log.samples:
         log.canonical_names["train_loss"] = "final_train_loss"  # printed once, at the end of each training
-    if records is not None and _is_late(records):
+    if records is not None and (np.diff(records.step) == 0).any():
         segments = _segments(log, records)
         steps = _even_steps(records, segments)
         words = "one logging interval apart: the dicts were flushed behind the bar"

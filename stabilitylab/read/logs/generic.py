@@ -113,9 +113,7 @@ _NAME = re.compile(rb"[A-Za-z_][\w /.-]*+['\"]?\s*+$")  # before it
 _NAME_BYTES = 64
 _ITEM = re.compile(rb"(?:np\.float\d+\(|tensor\()?(?P<value>" + _NUMBER + rb")\)?(?:[\s,]+|$)")
 _MIN_LENGTH = 3  # numbers of a history; ours: shorter lists are shapes, sizes and splits
-_MAX_FILE_BYTES = (
-    2**26
-)  # of a text that is searched: a history is printed by a program that prints little else
+_MAX_FILE_BYTES = 2**26  # of a text that is searched: a history is printed by a program that prints little
 
 
 def _list_numbers(items: bytes) -> np.ndarray:

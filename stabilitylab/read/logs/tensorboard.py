@@ -130,9 +130,7 @@ def _next_record(data: bytes | mmap.mmap, at: int) -> int:
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #7d7120bf
 def _record_positions(
     data: bytes | mmap.mmap,  # an event file, or a memory map of one
-) -> tuple[
-    np.ndarray, np.ndarray, int, int
-]:  # start and length (n,) of each message; bytes left, and passed over
+) -> tuple[np.ndarray, np.ndarray, int, int]:  # start, length (n,) of messages; bytes left, and passed over
     "Where the messages of an event file lie."
     length_at = struct.Struct("<Q").unpack_from
     at, size, records, parts, wait, passed = 0, len(data), [], [], _LOOK, 0
@@ -201,10 +199,7 @@ class _Event(NamedTuple):
     values: list[_Value]
     n_others: int  # summaries that are no scalar
 
-    def free(
-        self,
-        begin: int,  # offset of the message in the file
-    ) -> list[tuple[int, int]]:
+    def free(self, begin: int) -> list[tuple[int, int]]:  # begin: offset of the message in the file
         "(offset, size) of the bytes that differ between messages of one shape."
         parts = [(self.time, 8)] if self.time is not None else []
         parts += [self.step] if self.step else []

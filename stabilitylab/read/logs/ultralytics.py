@@ -44,11 +44,6 @@ _MEASURES = ("", "precision", "recall", "mAP50", "mAP50-95")  # after the number
 _LOSS_NAMES = ("loss", "train_loss", "total", "total_loss")  # names of a cell that is the loss itself
 
 
-def _is_part(name: str) -> bool:
-    "Whether a cell of a row is a part of the loss."
-    return not is_evaluation(name) and meaning(name) != "metric"
-
-
 def _parse(line: bytes) -> list[Hit]:
     "What one line says without the others, for a run that is followed: the first loss of a row at 100 %."
     row = _ROW.match(COLOUR.sub(b"", line))
@@ -83,7 +78,7 @@ def _losses(names: list[str], cells: list[float]) -> tuple[list[tuple[str, float
     total = next((name for name in _LOSS_NAMES if name in named), None)
     if total is not None:
         return [("loss" if name == total else name, cell) for name, cell in losses], total
-    parts = {name: cell for name, cell in losses if _is_part(name)}
+    parts = {name: cell for name, cell in losses if not is_evaluation(name) and meaning(name) != "metric"}
     loss_is = "the sum " + " + ".join(parts) if named else ""
     return losses + ([("loss", sum(parts.values()))] if named else []), loss_is
 
