@@ -16,26 +16,12 @@ import torch
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/00_training.ipynb #0eae2b88
-class _SavedAttributes:
-    "An object that can save and restore some of its attributes."
-
-    saved: tuple[str, ...] = ()  # attributes that `state_dict` copies
-
-    def state_dict(self) -> dict:  # name -> copy of the attribute
-        "The attributes named in `saved`: what a resumed run needs."
-        return {name: copy.deepcopy(getattr(self, name)) for name in self.saved}
-
-    def load_state_dict(self, state: dict) -> None:  # state: state from `state_dict`
-        "Restores the attributes of a saved state."
-        for name in self.saved:
-            setattr(self, name, copy.deepcopy(state[name]))
-
 # %% ../../nbs/api/fixes/00_training.ipynb #6d6a2a99
-class Hook(_SavedAttributes):
+class Hook:
     "What a fix does inside every step; a method that is left out does nothing."
 
     order = 50  # 0-9 undo loss scaling, 10-29 correct gradients, 30-49 clip, 50-69 skip, 70-99 observe
+    saved: tuple[str, ...] = ()  # attributes that `state_dict` copies
 
     def before_step(
         self,
@@ -80,6 +66,15 @@ class Hook(_SavedAttributes):
         training: "Training",  # the training in progress
     ) -> None:
         "Called after the optimizer step, or where it was skipped."
+
+    def state_dict(self) -> dict:  # name -> copy of the attribute
+        "The attributes named in `saved`: what a resumed run needs."
+        return {name: copy.deepcopy(getattr(self, name)) for name in self.saved}
+
+    def load_state_dict(self, state: dict) -> None:  # state: state from `state_dict`
+        "Restores the attributes of a saved state."
+        for name in self.saved:
+            setattr(self, name, copy.deepcopy(state[name]))
 
 # %% ../../nbs/api/fixes/00_training.ipynb #d657ec1b
 @dataclass

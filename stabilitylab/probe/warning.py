@@ -185,15 +185,9 @@ class _WatchedColumns:
         values = np.array([row.scalars.get(name, np.nan) for name in self.scalars])
         heads, key = row.heads or {}, "attention/attn_logit_max"
         if key in heads:
-            names = [
-                f"{n} head {h}" for n, h in zip(heads["attention/name"], heads["attention/head"], strict=True)
-            ]
-            columns[key] = (heads[key], names)
+            pairs = zip(heads["attention/name"], heads["attention/head"], strict=True)
+            columns[key] = (heads[key], [f"{n} head {h}" for n, h in pairs])
         return columns | {"scalars": (values, self.scalars)}
-
-# %% ../../nbs/api/probe/22_warning.ipynb #3f97f466
-class _IdleSteps(_WatchedColumns):
-    "Page's test on steps that can teach nothing."
 
     def _idle(self, row: StepRow) -> list[EarlyWarning]:
         "Steps one after the other that can teach nothing."
@@ -218,7 +212,7 @@ class _IdleSteps(_WatchedColumns):
         return [EarlyWarning(row.step, self.idle_since + 1, what, "", self.bits[what], 0.0, score)]
 
 # %% ../../nbs/api/probe/22_warning.ipynb #fd5bef58
-class WarningDetector(_IdleSteps):
+class WarningDetector(_WatchedColumns):
     "Page's test on the statistics of each step that a recorder hands to its writer."
 
     def see(

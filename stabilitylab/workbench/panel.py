@@ -40,29 +40,8 @@ def panel_html(
         return render("view_child", phase="failed", error="it ended without output")
     return render("view_child", phase=state.phase, error=state.error, words=state.words)
 
-# %% ../../nbs/api/workbench/05_panel.ipynb #18dfad0f
-class _PanelWidgets:
-    "Two buttons, a bar and words in a row."
-
-    def __init__(self, words: str, stop: str, **look: Any):
-        fit = widgets.Layout(width="auto", flex="0 0 auto")
-        look = {"description": words, "icon": "play", "button_style": "primary"} | look
-        self.go = widgets.Button(layout=fit, **look)
-        self.stop = widgets.Button(description=stop, icon="stop", disabled=True, layout=fit)
-        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px", visibility="hidden"))
-        self.says = widgets.HTML()
-        flow = widgets.Layout(flex_flow="row wrap", align_items="center")
-        self.widget = widgets.HBox([self.go, self.stop, self.bar, self.says], layout=flow)
-
-    def _show_state(self, state: JobState, words: str) -> None:
-        "What can be clicked, how far the bar is, and what stands beside it."
-        self.go.disabled, self.stop.disabled = not state.ended, state.ended
-        self.bar.value = 0.0 if state.ended else state.share
-        self.bar.layout.visibility = "hidden" if state.ended else "visible"
-        self.says.value = words
-
 # %% ../../nbs/api/workbench/05_panel.ipynb #7ceab1e6
-class JobPanel(_PanelWidgets):
+class JobPanel:
     "A button that starts a job, a button that stops it, its progress and its error."
 
     def __init__(
@@ -77,7 +56,14 @@ class JobPanel(_PanelWidgets):
         waits: bool = True,  # in a script: whether `start` waits for the end
         **look: Any,  # of the button: icon, tooltip, button_style
     ):
-        super().__init__(words, stop, **look)
+        fit = widgets.Layout(width="auto", flex="0 0 auto")
+        look = {"description": words, "icon": "play", "button_style": "primary"} | look
+        self.go = widgets.Button(layout=fit, **look)
+        self.stop = widgets.Button(description=stop, icon="stop", disabled=True, layout=fit)
+        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px", visibility="hidden"))
+        self.says = widgets.HTML()
+        flow = widgets.Layout(flex_flow="row wrap", align_items="center")
+        self.widget = widgets.HBox([self.go, self.stop, self.bar, self.says], layout=flow)
         self._begin, self._done, self._heard, self._say, self._waits = begin, done, heard, say, waits
         self.job: Pollable | None = None
         self.go.on_click(lambda _: self.start())
@@ -120,7 +106,10 @@ class JobPanel(_PanelWidgets):
         "Shows a state; a result is handed on."
         if state.ended:
             self.job = None
-        self._show_state(state, self._say(state))
+        self.go.disabled, self.stop.disabled = not state.ended, state.ended
+        self.bar.value = 0.0 if state.ended else state.share
+        self.bar.layout.visibility = "hidden" if state.ended else "visible"
+        self.says.value = self._say(state)
         self._heard(state)
         if state.phase == "done" and state.result:
             self._done(state.result)

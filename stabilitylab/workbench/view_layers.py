@@ -203,11 +203,14 @@ def _ring_at(rings: list[tuple], x: float, y: int, width: float, height: int) ->
     ]
     return min(close)[1] if close else None
 
-# %% ../../nbs/api/workbench/10_view_layers.ipynb #5bcacca8
-class _LayersWidgets(StateView):
-    "The widgets of the view and where they stand."
+# %% ../../nbs/api/workbench/10_view_layers.ipynb #38a7a32a
+class LayersView(StateView):
+    "Choose a statistic, click a cell, and see the module."
 
-    def __init__(self, shared: WorkbenchState):
+    def __init__(
+        self,
+        shared: WorkbenchState,  # with a run
+    ):
         super().__init__(shared, "layers")
         self.look, self.draw_map = LayersState(), LayerMap()
         self.what = widgets.Dropdown(description="Statistic", layout={"width": "380px"})
@@ -225,36 +228,17 @@ class _LayersWidgets(StateView):
         for name in ("kind", "find"):
             traitlets.link((self.look, name), (getattr(self, name), "value"))
         on(self.what, "value", lambda statistic: self.look.set_trait("statistic", statistic or ()))
-
-# %% ../../nbs/api/workbench/10_view_layers.ipynb #38a7a32a
-class LayersView(_LayersWidgets):
-    "Choose a statistic, click a cell, and see the module."
-
-    def __init__(
-        self,
-        shared: WorkbenchState,  # with a run
-    ):
-        super().__init__(shared)
         steer(self.picture, shared)
         on(self.picture, "clicked", self.click)
         on(self.picture, "lifted", lambda brush: self.lift(brush["range"]))
-        on(self.picture, "brushed", self.brushed)
-        on(self.first, "value", self.choose_first)
+        # every row again where a brush was taken away
+        on(self.picture, "brushed", lambda brush: brush["range"] or self.look.set_trait("rows", ()))
+        on(self.first, "value", lambda index: None if index is None else reveal(shared, index))
         on(self.look, "statistic kind find module rows step", lambda _: self.draw())
         on(shared, "x_range dark visible", lambda _: self.draw())
         on(shared, "name findings", lambda _: self.fill())
         on(shared, "selected", lambda _: self.follow())
         self.fill()
-
-    def brushed(self, brush: dict) -> None:  # brush: range: first and last row, or nothing
-        "Shows every row again where a brush was taken away."
-        if not brush["range"]:
-            self.look.set_trait("rows", ())
-
-    def choose_first(self, index: int | None) -> None:  # index: of a finding; None: none is chosen
-        "Shows the finding that was chosen in the list."
-        if index is not None:
-            reveal(self.shared, index)
 
     def fill(self) -> None:
         "Offers what the run has."
