@@ -252,6 +252,40 @@ def test_parts_of_a_batch_that_are_alike_are_named_once():
     assert call_source([Kind.NOISE] * 32)[1] == "a list of 32 × Kind"
 
 
+BUILT_IN_BRANCHES = """
+layers, widths = [], []
+kind = "wide"
+if kind == "narrow":
+    assert kind != "wide", "never"
+    width = 2
+else:
+    print("wide")
+    width = 4
+if kind == "wide":
+    print("layers follow")
+    for n in range(3):
+        layers += [width + n]
+for n in range(2):
+    widths.append(n)
+
+def train(model):
+    model.backward()
+
+for epoch in range(9):
+    train(layers)
+    layers.append(epoch)
+for epoch in range(9):
+    layers[0].backward()
+    layers.append(epoch)
+"""
+
+
+def test_a_list_that_a_script_fills_in_a_branch_and_a_loop_is_whole_and_nothing_is_trained(tmp_path):
+    (tmp_path / "branches.py").write_text(BUILT_IN_BRANCHES)
+    built = definitions(tmp_path / "branches.py", "branches_of_a_stranger")
+    assert built.layers == [4, 5, 6] and built.widths == [0, 1]
+
+
 def test_a_field_that_is_called_like_a_line_of_the_script_does_not_run_that_line(tmp_path):
     "A data class of a reward model had a field `tokenizer`: its class body loaded the default one."
     (tmp_path / "reward.py").write_text(

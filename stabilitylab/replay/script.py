@@ -25,6 +25,8 @@ from ..probe.guard import REPLAYED
 _DEFINED = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _ASSIGNED = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 _BLOCKS = (ast.If, ast.Try)
+_ADDING = (ast.Expr, ast.For, ast.While, ast.If, ast.AugAssign)  # statements that may add to an object
+_MAKERS = ("Recorder", "RecorderCallback")
 
 
 class _Arguments(list):
@@ -44,6 +46,11 @@ def own_arguments(
         sys.argv = before
 
 # %% ../../nbs/api/replay/09_script.ipynb #a4f3fe24
+def _is_filled(lines: list[ast.stmt]) -> bool:
+    "Whether one of the lines of a name may add to what it holds."
+    return any(isinstance(line, _ADDING) for line in lines)
+
+
 class _Names(dict):
     "The global names of a script; what it assigns is computed at the first look."
 
@@ -56,11 +63,21 @@ class _Names(dict):
 
     def __missing__(self, name: str) -> Any:
         "A value that the script assigns."
-        for statement in self.waiting.pop(name, ()):
+        for statement in self._due(name):
             self.run(statement)
         if name not in self:
             raise KeyError(name)
         return self[name]
+
+    def _due(self, name: str) -> list[ast.stmt]:
+        "The statements that make a name, and those that add to what they make beside it, in their order."
+        due, names = list[ast.stmt](), [name]
+        while names:
+            fresh = set(self.waiting.pop(names.pop(), ())) - set(due)
+            due += fresh
+            # a list that was made beside this one, and is filled later, would stay empty
+            names += [n for n, lines in self.waiting.items() if fresh & set(lines) and _is_filled(lines)]
+        return sorted(due, key=lambda each: each.lineno)
 
     def run(
         self,
@@ -82,7 +99,7 @@ class _Names(dict):
             if isinstance(node, ast.alias):
                 self.waiting.setdefault(node.asname or node.name.partition(".")[0], []).append(statement)
 
-
+# %% ../../nbs/api/replay/09_script.ipynb #a4f3fe25
 def _parts(node: ast.stmt) -> list[ast.stmt]:
     "The statements of a block and of its branches; those of other statements are themselves."
     if not isinstance(node, _BLOCKS):
@@ -93,9 +110,17 @@ def _parts(node: ast.stmt) -> list[ast.stmt]:
     return [part for statement in inner for part in _parts(statement)]
 
 
+def _is_remark(part: ast.stmt) -> bool:
+    "Whether a statement is a text or prints one."
+    value = part.value if isinstance(part, ast.Expr) else None
+    function = value.func if isinstance(value, ast.Call) else None
+    return isinstance(value, ast.Constant) or (isinstance(function, ast.Name) and function.id == "print")
+
+
 def _is_quiet(statement: ast.stmt) -> bool:
-    "Whether a statement does nothing but define and assign."
-    return all(isinstance(part, (*_DEFINED, *_ASSIGNED, ast.Pass)) for part in _parts(statement))
+    "Whether a statement does nothing but define and assign, with assertions and printed words between."
+    without_effect = (*_DEFINED, *_ASSIGNED, ast.Pass, ast.Assert)
+    return all(isinstance(part, without_effect) or _is_remark(part) for part in _parts(statement))
 
 # %% ../../nbs/api/replay/09_script.ipynb #8883c771
 def _look_up(names: _Names, statement: ast.stmt) -> None:
@@ -121,14 +146,33 @@ def _configured(statement: ast.stmt) -> str:
     owner = function.value if isinstance(function, ast.Attribute) and is_known else None
     return owner.id if isinstance(owner, ast.Name) else ""
 
+# %% ../../nbs/api/replay/09_script.ipynb #8883c772
+_TRAINS = {"backward", "step", *_MAKERS}  # what a line that trains calls, or makes
+
+
+def _called(node: ast.AST) -> set[str]:
+    "The last words of what is called in a node."
+    functions = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in functions}
+
+
+def _added_to(statement: ast.stmt, training: set[str]) -> set[str]:
+    "Names of objects that a line, a loop or a branch adds something to; none where it calls what trains."
+    if not isinstance(statement, _ADDING) or training & _called(statement):
+        return set()
+    nodes = list(ast.walk(statement))
+    added = {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
+    return added.union(_configured(n) for n in nodes if isinstance(n, ast.Expr))
+
 
 def _execute(names: _Names, tree: ast.Module) -> None:
     "Run what defines, keep what assigns."
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    training = _TRAINS.union(f.name for f in functions if _TRAINS & _called(f))
     for statement in tree.body:
-        owner = _configured(statement)
-        if owner in names.waiting:
-            names.waiting[owner].append(statement)
         if not _is_quiet(statement):
+            for owner in _added_to(statement, training) & names.waiting.keys():
+                names.waiting[owner].append(statement)
             continue
         if not any(isinstance(part, _DEFINED) for part in _parts(statement)):
             names.wait(statement)
@@ -180,9 +224,6 @@ def _assigns_only(statement: ast.stmt, defined: set[str]) -> bool:
     return is_assignment and bool(stored) and stored <= defined
 
 # %% ../../nbs/api/replay/09_script.ipynb #0c5660e0
-_MAKERS = ("Recorder", "RecorderCallback")
-
-
 def would_train(
     path: str | Path,  # of a module
 ) -> bool:
