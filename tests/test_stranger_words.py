@@ -104,6 +104,15 @@ def test_a_model_that_does_not_divide_by_the_items_it_is_given_has_samples_of_it
     assert ignoring.loss.mean() == pytest.approx(ignoring.attrs["loss"], rel=1e-5)
 
 
+def test_entries_without_a_loss_of_their_own_are_no_samples():
+    "A sequence to sequence model, time first: one step alone has nothing to predict."
+
+    model = state_of(lambda m, b: m(b[:-1]).square()[b[1:, :, 0] > 0].mean())
+    times = torch.rand(6, 4, 3) - 0.2 * torch.arange(4)[:, None]
+    with pytest.raises(InputError, match="no finite loss alone, though the batch has one"):
+        blame(model, Batch([times]))
+
+
 def test_samples_are_found_in_arrays_and_refused_where_the_gradient_is_zero():
     rows = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
     of_arrays = state_of(lambda m, b: m(torch.from_numpy(b[0])).square().mean())

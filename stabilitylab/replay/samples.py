@@ -172,6 +172,12 @@ def _halves_make_up(setup: Setup, model: torch.nn.Module, part: object, together
     return bool(np.isclose(means, together, rtol=1e-5, atol=0).any())
 
 
+_NO_LOSS_ALONE = (
+    "entries of the first dimension, taken for samples, have no finite loss alone, though the batch has one;"
+    " along neither of the first two dimensions do losses of entries make up that of the batch"
+)
+
+
 def _weights_in(setup: Setup, model: torch.nn.Module, part: object) -> _Weights:
     "The weights of the samples of a micro-batch; they lie second where only there they make up its loss."
     if setup.token_loss is not None:
@@ -191,6 +197,8 @@ def _weights_in(setup: Setup, model: torch.nn.Module, part: object) -> _Weights:
         weights = _weights_of(part, _losses_alone(setup, model, part, 1), together, 1)
     if weights is not None:
         return weights
+    if failure is None and np.isfinite(together) and not np.isfinite(losses).all():
+        failure = InputError(_NO_LOSS_ALONE)
     if failure is not None:
         raise failure
     is_mean_nearer = abs(losses.mean() - together) < abs(losses.sum() - together)
