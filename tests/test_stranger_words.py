@@ -604,11 +604,13 @@ class Corridor:
         return torch.randn(3) + action
 
 
-class Schedule(Corridor):
+class Simulator(Corridor):
+    "It describes no actions, and is not named as an environment."
+
     action_space = None
 
 
-@pytest.mark.parametrize("kind", [Corridor, Schedule])
+@pytest.mark.parametrize("kind", [Corridor, Simulator])
 def test_a_loop_that_acts_in_an_environment_is_noted(tmp_path, kind):
     world, model = kind(), torch.nn.Linear(3, 1)
     with Recorder(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run") as recorder:

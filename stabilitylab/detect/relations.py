@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding, evidence_words
+from .layers.activations import median_of_finite
 from .limits import count_limit, limit
 from .settings import rate_at
 from ..run.curves import curve, group_of, loss_curve, step_interval
@@ -305,8 +306,9 @@ def _outlived(f: Finding, run: xr.DataTree) -> Finding:
     is_warning = f.kind == "grad_norm_explosion" and f.severity == "warning"
     if not is_warning or loss is None or gradients is None or f.modules[0] not in gradients.param:
         return f
-    norm = gradients.grad_norm.sel(param=f.modules[0]).values
-    *_, before, last = (np.nanmedian(part) for part in np.array_split(norm, 4))  # quarters of the run
+    norm = gradients.grad_norm.sel(param=[f.modules[0]]).values
+    # it no longer grows where it did not double from the third quarter of the run to the last: our convention
+    *_, before, last = (median_of_finite(quarter)[0] for quarter in np.array_split(norm, 4))
     after, few = loss.value[loss.step >= f.first], count_limit("few_records")
     if len(after) < limit("majority") * len(loss.value) or not last < 2 * before:
         return f

@@ -23,9 +23,10 @@ from .plan import Plan, named_arms, plan_trial, recorded_start
 from ..names.errors import InputError, bad_input
 from ..report.html import report_html
 from ..report.trial import trial_note, trial_sheet, trial_text, trial_words
-from ..run.curves import NOT_CLEARED, loss_curve, noted_at
+from ..run.curves import NOT_CLEARED, loss_curve, noted_at, step_interval
 from ..run.recording import Recording
-from ..trial.arm import Arm, null_arm
+from ..trial.arm import Arm, ArmCurve, null_arm
+from ..trial.outcome import outcome
 from ..trial.proxy import proxy
 from ..trial.start import Start
 from ..trial.sweep import Point, Sweep, points_of
@@ -186,11 +187,13 @@ def _cleared(run: xr.DataTree, result: TrialResult) -> list[str]:
     finals = [value for value in result.arms[0].final_loss if math.isfinite(value)]
     if noted_at(run, NOT_CLEARED) is None or loss is None or first is None or not finals:
         return []
-    last = first + result.steps
-    recorded = loss.value[(loss.step >= last - max(result.steps // 10, 1)) & (loss.step < last)]
-    if not len(recorded):
-        return []
-    levels = {"final": f"{np.mean(finals):.4g}", "recorded": f"{np.median(recorded):.4g}"}
+    end = first + result.steps
+    is_inside = (loss.step >= first) & (loss.step < end)
+    if not is_inside.any() or loss.step[-1] + step_interval(loss) < end:
+        return []  # the record ends before the trial does
+    # at its end, measured as that of an arm
+    recorded = outcome(ArmCurve("recorded", 0, loss.step[is_inside], loss.value[is_inside])).final
+    levels = {"final": f"{np.mean(finals):.4g}", "recorded": f"{recorded:.4g}"}
     return [trial_note("cleared", steps=result.steps, **levels)]
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #04255aa9

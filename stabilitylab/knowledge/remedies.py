@@ -227,8 +227,8 @@ def choose_remedies(
     fitting: list[dict] = []
     others: list[dict] = []
     for row in remedies_for(kind):
-        not_at = load_fits().get(row["id"], {}).get("without", [])
-        if is_of_other_format(row["id"], context.precision) or _meets(context.traits, not_at):
+        excluding = load_fits().get(row["id"], {}).get("without", [])  # traits
+        if is_of_other_format(row["id"], context.precision) or _meets(context.traits, excluding):
             continue
         fits, why = _fit_of(row["id"], context)
         (fitting if fits else others).append(row | {"fits": why})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import isinf
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, cast
 
 import torch
@@ -65,10 +66,7 @@ def _line(file: str, number: int) -> tuple[str, str] | None:
 
 def _frames() -> Iterator[types.FrameType]:
     "The frames that run now, the innermost first."
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return (frame for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _running_line() -> tuple[str, str]:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from inspect import getattr_static
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -197,17 +198,16 @@ def _is_environment(value: Any) -> bool:
 
 def note_environment(
     guard: Guard,  # of the recording
-    frame: FrameType | None,  # of the loop; those around it are looked at, too
+    frame: FrameType,  # of the loop; those around it are looked at, too
 ) -> None:
     "Note where a loop acts in an environment."
-    while frame is not None:
-        values = [*frame.f_locals.values(), *frame.f_globals.values()]
-        values += getattr(frame.f_locals.get("self"), "__dict__", {}).values()
+    for at, _ in walk_stack(frame):
+        values = [*at.f_locals.values(), *at.f_globals.values()]
+        values += getattr(at.f_locals.get("self"), "__dict__", {}).values()
         environment = next(filter(_is_environment, values), None)
         if environment is not None:
             guard.note(f"{IN_ENVIRONMENT}: {type(environment).__name__}", aloud=False)
             return
-        frame = frame.f_back
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #6c96605c
 _FRAMES = 20  # calls between a GradScaler's `step` and the optimizer's, at most; our convention

@@ -13,6 +13,7 @@ import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -224,10 +225,7 @@ _SETTINGS = ("config", "configs", "cfg", "args", "opt", "opts", "hparams", "para
 
 def _frames(frame: types.FrameType) -> Iterator[types.FrameType]:
     "A frame and those around it, the innermost first."
-    at: types.FrameType | None = frame
-    while at is not None:
-        yield at
-        at = at.f_back
+    return (at for at, _ in walk_stack(frame))
 
 
 def _argument(node: ast.expr, scope: dict[str, Any]) -> Any:
