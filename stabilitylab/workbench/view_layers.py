@@ -232,7 +232,7 @@ class LayersView(StateView):
         on(self.picture, "clicked", self.click)
         on(self.picture, "lifted", lambda brush: self.lift(brush["range"]))
         # every row again where a brush was taken away
-        on(self.picture, "brushed", lambda brush: brush["range"] or self.look.set_trait("rows", ()))
+        on(self.picture, "brushed", lambda brush: None if brush["range"] else self.look.set_trait("rows", ()))
         on(self.first, "value", lambda index: None if index is None else reveal(shared, index))
         on(self.look, "statistic kind find module rows step", lambda _: self.draw())
         on(shared, "x_range dark visible", lambda _: self.draw())
