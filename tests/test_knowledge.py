@@ -225,6 +225,7 @@ def shown(calls):
     return failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", ["0", "1", "2", "3", "4", "later"])
 def test_every_call_finds_what_its_item_says(note):
     calls = [c for c in CALLS if c not in SLOW and ITEMS[CALLS[c]]["note"] == note]
