@@ -27,10 +27,11 @@ from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
 from stabilitylab.probe.draft.loop_source import Source, relevant
-from stabilitylab.probe.draft.loop_values import LoopValues, kept_values, restored
-from stabilitylab.probe.draft.name_sources import Keeper, resolved_lines
-from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
+from stabilitylab.probe.draft.loop_values import Keeper, LoopValues, kept_values, restored
+from stabilitylab.probe.draft.name_sources import resolved_lines
+from stabilitylab.probe.draft.python_source import Draft, cast_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
+from stabilitylab.probe.draft.setup_template import call_source
 from stabilitylab.probe.draft.trainer_code import prepared
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace

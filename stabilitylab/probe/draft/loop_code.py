@@ -8,8 +8,6 @@ __all__ = []
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #c92727a8
 import ast
 import contextlib
-import re
-import sys
 import types
 from dataclasses import dataclass, field
 from textwrap import indent
@@ -19,26 +17,32 @@ import torch
 from torch import nn
 
 from ...numerics.modes import dropout_shares
-from ...numerics.pytree import LOOP, tensors_of
+from ...numerics.pytree import LOOP
 from stabilitylab.probe.draft.loop_setup import (
     clip_code,
     clips_nothing,
-    known_arguments,
+    completed,
     model_code,
     scale_of_clipped,
 )
 from .loop_source import relevant, root_name, settled, stored_names, value_at
 from .loop_span import LoopSpan, loop_span, passes_outside
-from .loop_values import OWN_VECTORS, LoopValues, power_vectors, tensor_to_keep
-from .model_parts import assembled_source
-from stabilitylab.probe.draft.name_sources import (
+from stabilitylab.probe.draft.loop_values import (
+    OWN_VECTORS,
     Keeper,
-    batch_parts,
-    is_same_model,
-    resolved_lines,
+    LoopValues,
+    power_vectors,
 )
-from .python_source import Draft, cast_source, model_source, seen_words
-from .running_script import assigned_names, local_modules, main_module
+from .model_parts import assembled_source
+from .name_sources import batch_parts, is_same_model, resolved_lines
+from .python_source import Draft, cast_source, model_source
+from stabilitylab.probe.draft.running_script import (
+    global_source,
+    imported_as,
+    local_modules,
+    named_import,
+    of_other_file,
+)
 from stabilitylab.probe.draft.trainer_code import (
     dropout_off,
     forward_patches,
@@ -241,57 +245,7 @@ def _note_faults(span: LoopSpan, recorder: Any, model: torch.nn.Module, expressi
         if is_trained:
             recorder.guard.note(f"{TRAINED_BESIDE}: {text}", aloud=False)
 
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #a1859e75
-_OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
-
-
-def _import(draft: Draft, words: str, name: str, module: str) -> str:
-    "The name under which something is imported."
-    own = f"_{name}" if name in _OWN_NAMES and words != f"import {name}" else name
-    draft.imports.add(words if own == module else f"{words} as {own}")
-    return own
-
-
-def _named(draft: Draft, name: str, value: Any) -> str | None:
-    "A class or a function by its import."
-    qualified = getattr(value, "__qualname__", "")
-    module = getattr(value, "__module__", None) or ""
-    if module == "builtins" or not qualified.isidentifier():
-        return None
-    if module == "__main__":
-        main = main_module()
-        draft.uses_script |= main is not None
-        return None if main is None else _import(draft, f"from {main} import {qualified}", name, qualified)
-    if getattr(sys.modules.get(module), qualified, None) is not value:
-        return None
-    return _import(draft, f"from {module} import {qualified}", name, qualified)
-
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #4fef5baa
-def _of_other_file(draft: Draft, name: str, value: Any) -> str | None:
-    "A global value of another file of the program, by its import."
-    others = [each for each in local_modules() if each not in ("__main__", main_module())]
-    other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
-    if other is None or name in _OWN_NAMES:
-        return None
-    return _import(draft, f"from {other} import {name}", name, name)
-
-
-def _global_source(draft: Draft, name: str, value: Any) -> str | None:
-    "A value that the script computes at its top level, or a table in another of its files."
-    main, module = vars(sys.modules["__main__"]), main_module()
-    holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
-    if name in _OWN_NAMES or holds_parameters:
-        return None
-    if main.get(name) is value and isinstance(value, torch.Tensor) and tensor_to_keep(value) is not None:
-        draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
-        on_device = "" if value.device.type == "cpu" else f".to({str(value.device)!r})"
-        return f"kept_values(__file__)[{name!r}]{on_device}"
-    if module is not None and name in assigned_names() and main.get(name) is value:
-        draft.uses_script = True
-        return _import(draft, f"from {module} import {name}", name, name)
-    return _of_other_file(draft, name, value) if isinstance(value, (dict, list, tuple)) else None
-
-
+# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #2d90b7c1
 def _context_source(value: Any) -> str | None:
     "A context under which a forward pass runs: autocast or none; None for any other value."
     if isinstance(value, contextlib.nullcontext):
@@ -300,7 +254,7 @@ def _context_source(value: Any) -> str | None:
         return f"torch.autocast({value.device!r}, {value.fast_dtype}, enabled={value._enabled})"
     return None
 
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #2d90b7c1
+
 class _ModuleSources:
     "Sources of modules: parts of the model, criteria, and functions that make other networks."
 
@@ -354,9 +308,9 @@ class ValueSources:
     def __call__(self, name: str, value: Any) -> str | None:
         "An expression for a value; None where it has none."
         if isinstance(value, types.ModuleType):
-            return _import(self.draft, f"import {value.__name__}", name, value.__name__)
+            return imported_as(self.draft, f"import {value.__name__}", name, value.__name__)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            return _named(self.draft, name, value)
+            return named_import(self.draft, name, value)
         if isinstance(value, nn.Module):
             return self.modules.source(value)
         source = _context_source(value)
@@ -365,7 +319,7 @@ class ValueSources:
         if source is not None or self.is_inside:
             return source
         source = self._owner(name, value)
-        return _global_source(self.draft, name, value) if source is None else source
+        return global_source(self.draft, name, value) if source is None else source
 
     def _owner(self, owner: str, value: Any) -> str | None:
         "An object of a class of the script, by those of its attributes that have a source."
@@ -373,7 +327,7 @@ class ValueSources:
         is_theirs = cls.__module__ in ("__main__", *local_modules())
         if not is_theirs or not hasattr(value, "__dict__"):
             return None
-        name = _named(self.draft, cls.__name__, cls)
+        name = named_import(self.draft, cls.__name__, cls)
         if name is None:
             return None
         self.is_inside = True
@@ -381,7 +335,7 @@ class ValueSources:
         sources = {key: self._attribute(owner, key, part) for key, part in parts.items()}
         self.is_inside = False
         # what cannot be written whole is left to the file that makes it
-        imported = _of_other_file(self.draft, owner, value) if None in sources.values() else None
+        imported = of_other_file(self.draft, owner, value) if None in sources.values() else None
         if imported is not None:
             return imported
         self.draft.imports.add("from stabilitylab.replay.script import stand_in")
@@ -412,7 +366,7 @@ def model_lines(
     patches, imports = forward_patches(model, draft.literal)
     draft.imports |= set(imports)
     lines = [f"model = {cast_source(draft, model, call)}"]
-    lines[0], model_words = _completed(draft, lines[0], model, missing, frame)
+    lines[0], model_words = completed(draft, lines[0], model, missing, frame)
     if frame is not None and (missing or draft.unseen or "TODO" in call):
         draft.unseen = []
         own = model_code(frame, model, ValueSources(draft, model))
@@ -437,25 +391,3 @@ def model_lines(
     if len(lines) == 1 and lines[0].startswith("model = "):
         return [lines[0].replace("model = ", "return ", 1)], model_words
     return [*lines, "return model"], model_words
-
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #1383d56f
-def _completed(
-    draft: Draft, line: str, model: nn.Module, missing: list[str], frame: types.FrameType | None
-) -> tuple[str, str]:
-    "A line that makes a model, with the arguments that the program shows; and what is still to be seen."
-    optional = [text.partition("=")[0] for text in draft.unseen]
-    unseen = [*missing, *optional] if frame is not None and type(model) is not nn.Sequential else []
-    values = known_arguments(type(model), unseen, frame) if unseen and frame is not None else {}
-    sources = {name: draft.literal(value) for name, value in values.items()}
-    sources = {name: source for name, source in sources.items() if source is not None}
-    for name, source in sources.items():
-        if f"{name}=TODO" in line:
-            line = line.replace(f"{name}=TODO", f"{name}={source}")
-        else:
-            line = re.sub(r"\)((?:\.to\([^()]*\))?)$", rf", {name}={source})\1", line)
-    left = [name for name in missing if name not in sources]
-    words = seen_words(left, [text for text in draft.unseen if text.partition("=")[0] not in sources])
-    if not sources:
-        return line, words
-    names = ", ".join(f"`{name}`" for name in sources)
-    return line, f"{words}; not kept by the model, taken from the program: {names}"

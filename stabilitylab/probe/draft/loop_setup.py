@@ -10,6 +10,7 @@ import argparse
 import ast
 import copy
 import inspect
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from stabilitylab.probe.draft.loop_source import (
     Source,
@@ -28,13 +30,9 @@ from stabilitylab.probe.draft.loop_source import (
     value_at,
 )
 from .loop_span import function_source
-from stabilitylab.probe.draft.name_sources import (
-    PLAIN,
-    ValueSource,
-    free_names,
-    is_same_model,
-    resolved_lines,
-)
+from .loop_values import ValueSource
+from .name_sources import PLAIN, free_names, is_same_model, resolved_lines
+from .python_source import Draft
 
 # %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #6eaea14f
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
@@ -295,3 +293,40 @@ def known_arguments(
         namespace_arguments = {name: namespaces[0] for name in names if name in _SETTINGS}
         values = namespace_arguments | {name: settings[name] for name in names if name in settings} | values
     return {name: values[name] for name in names if name in values}
+
+# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #1383d56f
+def seen_words(
+    missing: list[str],  # arguments that the model needs
+    unseen: list[str],  # arguments that have a default
+) -> str:
+    "What the draft says of its model."
+    parts = [f"{', '.join(missing)} could not be seen"] if missing else []
+    if unseen:
+        parts.append(f"check what could not be seen and has a default: {', '.join(dict.fromkeys(unseen))}")
+    return f"TODO: {'; '.join(parts)}" if parts else "as far as it could be seen"
+
+
+def completed(
+    draft: Draft,  # takes the imports; has what could not be seen
+    line: str,  # that makes the model
+    model: nn.Module,  # the recorded one, or another one of the loop
+    missing: list[str],  # arguments that the model needs and that cannot be seen
+    frame: types.FrameType | None,  # of the loop; None: the program is not looked at
+) -> tuple[str, str]:  # (the line, what is still to be seen)
+    "A line that makes a model, with the arguments that the program shows; and what is still to be seen."
+    optional = [text.partition("=")[0] for text in draft.unseen]
+    unseen = [*missing, *optional] if frame is not None and type(model) is not nn.Sequential else []
+    values = known_arguments(type(model), unseen, frame) if unseen and frame is not None else {}
+    sources = {name: draft.literal(value) for name, value in values.items()}
+    sources = {name: source for name, source in sources.items() if source is not None}
+    for name, source in sources.items():
+        if f"{name}=TODO" in line:
+            line = line.replace(f"{name}=TODO", f"{name}={source}")
+        else:
+            line = re.sub(r"\)((?:\.to\([^()]*\))?)$", rf", {name}={source})\1", line)
+    left = [name for name in missing if name not in sources]
+    words = seen_words(left, [text for text in draft.unseen if text.partition("=")[0] not in sources])
+    if not sources:
+        return line, words
+    names = ", ".join(f"`{name}`" for name in sources)
+    return line, f"{words}; not kept by the model, taken from the program: {names}"

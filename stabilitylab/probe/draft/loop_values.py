@@ -225,3 +225,65 @@ def passed_back(
     if loss.requires_grad:
         loss.backward()
     return loss.detach()
+
+# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #7c41a0e6
+ValueSource = Callable[[str, Any], str | None]  # (name, its value) -> an expression, None where there is none
+
+
+def _source_line(name: str, scope: dict[str, Any], value_source: ValueSource) -> tuple[list[str], list[str]]:
+    "The line that sets a name, if it needs one; what has no source."
+    source = value_source(name, scope[name]) if name in scope else None
+    if source is None:
+        kind = type(scope.get(name)).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        return [], [f"`{name}`, {article} {kind} of the loop"]
+    return [] if source == name else [f"{name} = {source}"], []
+
+# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #cefa4ee3
+class Keeper:
+    "Sources for the values of a loop; what has none is kept with each batch."
+
+    def __init__(
+        self,
+        value_source: ValueSource,  # (name, its value) -> an expression
+        values: LoopValues,  # takes what is kept
+    ):
+        self.value_source, self.values = value_source, values
+
+    def name_lines(
+        self,
+        name: str,  # of the loop
+        scope: dict[str, Any],  # name -> value
+    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
+        "The line that sets a name, to its source or else to a kept value."
+        line, absent = _source_line(name, scope, self.value_source)
+        return self.kept_line(name, scope.get(name), absent[0].partition(", ")[2]) if absent else (line, [])
+
+    def kept_line(
+        self,
+        name: str,  # of the loop
+        value: Any,  # that it has
+        words: str,  # why it needs to be kept
+    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
+        "The line that sets a name to a kept value."
+        source = self.kept_source(name, name, value)
+        if source is None:
+            is_data = not lost_parts(batch_form(value))
+            advice = "give it to `recorder.batch`" if is_data else "write the line that makes it into `loss`"
+            return [], [f"`{name}`, {words}: {advice}"]
+        return [f"{name} = {source}"], []
+
+    def kept_source(
+        self,
+        name: str,  # under which it is kept
+        expression: str,  # of the loop
+        value: Any,  # that it has
+    ) -> str | None:  # None where it cannot be kept
+        "The expression by which a draft reads a kept value."
+        source = f"{LOOP}[{name!r}]"
+        if isinstance(value, torch.nn.Module):
+            make = getattr(self.value_source, "maker", lambda value: None)(value)
+            source = f"restored({make}, {source})"
+            if make is None:
+                return None
+        return source if self.values.take(name, expression, value) else None

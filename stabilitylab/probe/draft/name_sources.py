@@ -11,20 +11,19 @@ import builtins
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
+from ...numerics.pytree import tensors_of
 from .loop_source import Source, root_name, stored_names, value_at
 from .loop_span import function_source
-from .loop_values import LoopValues
+from .loop_values import Keeper, LoopValues, ValueSource
 from ..settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #6d2d151f
-ValueSource = Callable[[str, Any], str | None]  # (name, its value) -> an expression, None where there is none
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -188,65 +187,6 @@ def _constant(
     name = _name_in_len(node)
     values = scope.get(name)
     return ast.Constant(len(values)) if isinstance(values, (list, tuple)) and name not in bound else None
-
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #7c41a0e6
-def _source_line(name: str, scope: dict[str, Any], value_source: ValueSource) -> tuple[list[str], list[str]]:
-    "The line that sets a name, if it needs one; what has no source."
-    source = value_source(name, scope[name]) if name in scope else None
-    if source is None:
-        kind = type(scope.get(name)).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        return [], [f"`{name}`, {article} {kind} of the loop"]
-    return [] if source == name else [f"{name} = {source}"], []
-
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #cefa4ee3
-class Keeper:
-    "Sources for the values of a loop; what has none is kept with each batch."
-
-    def __init__(
-        self,
-        value_source: ValueSource,  # (name, its value) -> an expression
-        values: LoopValues,  # takes what is kept
-    ):
-        self.value_source, self.values = value_source, values
-
-    def name_lines(
-        self,
-        name: str,  # of the loop
-        scope: dict[str, Any],  # name -> value
-    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
-        "The line that sets a name, to its source or else to a kept value."
-        line, absent = _source_line(name, scope, self.value_source)
-        return self.kept_line(name, scope.get(name), absent[0].partition(", ")[2]) if absent else (line, [])
-
-    def kept_line(
-        self,
-        name: str,  # of the loop
-        value: Any,  # that it has
-        words: str,  # why it needs to be kept
-    ) -> tuple[list[str], list[str]]:  # lines, what cannot be kept
-        "The line that sets a name to a kept value."
-        source = self.kept_source(name, name, value)
-        if source is None:
-            is_data = not lost_parts(batch_form(value))
-            advice = "give it to `recorder.batch`" if is_data else "write the line that makes it into `loss`"
-            return [], [f"`{name}`, {words}: {advice}"]
-        return [f"{name} = {source}"], []
-
-    def kept_source(
-        self,
-        name: str,  # under which it is kept
-        expression: str,  # of the loop
-        value: Any,  # that it has
-    ) -> str | None:  # None where it cannot be kept
-        "The expression by which a draft reads a kept value."
-        source = f"{LOOP}[{name!r}]"
-        if isinstance(value, torch.nn.Module):
-            make = getattr(self.value_source, "maker", lambda value: None)(value)
-            source = f"restored({make}, {source})"
-            if make is None:
-                return None
-        return source if self.values.take(name, expression, value) else None
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
 def _has_graph(value: Any) -> bool:

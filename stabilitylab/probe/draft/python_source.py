@@ -6,11 +6,9 @@
 __all__ = []
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #cbe2b9d1
-import ast
 import enum
 import functools
 import inspect
-import itertools
 import math
 import pprint
 import sys
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...numerics.pytree import container_kind, parts_of
+from ...numerics.pytree import container_kind
 from .loop_span import bare_optimizer
 from stabilitylab.probe.draft.model_parts import (
     CONTAINERS,
@@ -35,41 +33,13 @@ from stabilitylab.probe.draft.model_parts import (
     kept_as_given,
 )
 from .name_sources import is_same_model
-from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
+from .running_script import Imports
 from .trainer_code import peft_source
 from ..optimizers import groups_of
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #bc2695c8
 _MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
-
-
-class _Imports:
-    "The imports that a draft needs, and what it could not see."
-
-    def __init__(self):
-        self.imports: set[str] = set()
-        self.unseen: list[str] = []  # arguments that could not be seen and have a default
-        self.model: nn.Module | None = None  # the recorded one, which a criterion may hold
-        self.uses_script = False  # whether something of the running script is imported
-
-    def name_of(
-        self,
-        cls: type | types.FunctionType,  # a class of something in the draft, or a function
-    ) -> str | None:
-        "A class or a function by its name, imported; None where no file defines it at its top level."
-        if cls.__module__ == "builtins":
-            return cls.__name__
-        is_main = cls.__module__ == "__main__"
-        module = main_module() if is_main else cls.__module__
-        if module is None or "<locals>" in cls.__qualname__:
-            return None
-        self.uses_script |= is_main
-        for library in (torch.optim, torch.nn):
-            if module.startswith(library.__name__) and getattr(library, cls.__name__, None) is cls:
-                return f"{library.__name__}.{cls.__name__}"
-        self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
-        return cls.__qualname__
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #4ccd091d
 def _tensor_source(value: Any) -> str | None:
@@ -110,7 +80,7 @@ def _has_diffusers_config(value: Any) -> bool:
     return is_there and not isinstance(value, (type, nn.Module))
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #3be5e30c
-class Draft(_Imports):
+class Draft(Imports):
     "The parts of the file, and the imports that they need."
 
     def literal(
@@ -305,40 +275,6 @@ def cast_source(
     draft.imports.add("from stabilitylab.replay.script import weights_in")
     return f"weights_in({call}, {dtype!r})"
 
-
-def seen_words(
-    missing: list[str],  # arguments that the model needs
-    unseen: list[str],  # arguments that have a default
-) -> str:
-    "What the draft says of its model."
-    parts = [f"{', '.join(missing)} could not be seen"] if missing else []
-    if unseen:
-        parts.append(f"check what could not be seen and has a default: {', '.join(dict.fromkeys(unseen))}")
-    return f"TODO: {'; '.join(parts)}" if parts else "as far as it could be seen"
-
-# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #496c5127
-def _described(part: Any) -> str:
-    "What a part of a batch is."
-    if hasattr(part, "shape") and hasattr(part, "dtype"):
-        return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
-    return type(part).__name__
-
-# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #33a861c8
-def call_source(
-    batch: Any,  # the first micro-batch
-) -> tuple[str, str]:  # the call, what the batch was in words
-    "The call of a model with a batch."
-    kind, parts = container_kind(batch), parts_of(batch)
-    if not kind:
-        return "model(batch)", _described(batch)
-    if isinstance(parts, dict):
-        words = ", ".join(f"{key}: {_described(part)}" for key, part in parts.items())
-        call = "model(**batch)" if kind in ("plain", "mapping") else "model(**vars(batch))"
-        return call, f"a {type(batch).__name__} with {words}"
-    groups = [(text, len(list(same))) for text, same in itertools.groupby(map(_described, parts))]
-    words = ", ".join(text if count == 1 else f"{count} × {text}" for text, count in groups)
-    return "model(*batch)", f"a {type(batch).__name__} of {words}"
-
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #3fd2ed75
 def _arguments_of(settings: dict[str, str | None], parameters: Any) -> list[str]:
     "The settings that have to be written: those that have a source and are not the default."
@@ -405,49 +341,3 @@ def torch_optimizer(
     draft, parameters = Draft(), inspect.signature(cls).parameters
     sources = {key: draft.literal(value) for key, value in settings.items() if key in parameters}
     return f"torch.optim.{name}({', '.join(['model.parameters()', *_arguments_of(sources, parameters)])})"
-
-# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #36058661
-def _script_values(draft: Draft, text: str) -> dict[str, str]:
-    "Global values that the functions of a script read and that it computes, with their sources."
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return {}
-    defined = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    read = {n.id for part in defined for n in ast.walk(part) if isinstance(n, ast.Name)}
-    plain = {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    values = {}
-    for name in sorted(read):
-        value = vars(sys.modules["__main__"]).get(name)
-        is_code = isinstance(value, (type, types.FunctionType, types.ModuleType, torch.Tensor, type(None)))
-        part = Draft()
-        source = None if is_code or name in plain else part.literal(value)
-        if source is not None and len(source) < 20 * LONG and not part.uses_script:
-            draft.imports |= part.imports
-            values[name] = source
-    return values
-
-# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #3ecae5dd
-def script_lines(
-    draft: Draft,  # whose imports may come from the script
-) -> str:
-    "The line that makes the running script a module; '' where nothing of it is used."
-    file, name = main_file(), main_module()
-    if not draft.uses_script or name is None:
-        return ""
-    draft.imports.add("from stabilitylab.replay.script import definitions")
-    text = file.read_text(encoding="utf-8", errors="replace") if file else notebook_cells()
-    where = (
-        repr(str(file)) if file else f"str(__import__('pathlib').Path(__file__).with_name({CELLS_FILE!r}))"
-    )
-    values = _script_values(draft, text)
-    inner = "".join(f"\n    {key!r}: {source}," for key, source in values.items())
-    arguments = f"{where}, {name!r}" + (f", {{{inner}\n}}" if inner else "")
-    runs = "its imports, functions and classes; of its other lines only those that set a name used here"
-    return f"\n# {runs}\ndefinitions({arguments})\n"

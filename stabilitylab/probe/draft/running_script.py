@@ -17,6 +17,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from ...numerics.pytree import tensors_of
+from .loop_values import tensor_to_keep
+
 # %% ../../../nbs/api/probe/draft/28_running_script.ipynb #8b2f0e26
 CELLS_FILE = "replay_cells.py"  # in the record: what the cells of a notebook said
 
@@ -100,3 +106,97 @@ def calling_frame() -> types.FrameType:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stabilitylab.probe"):
         frame = frame.f_back
     return frame
+
+# %% ../../../nbs/api/probe/draft/28_running_script.ipynb #4ccd091f
+class Imports:
+    "The imports that a draft needs, and what it could not see."
+
+    def __init__(self):
+        self.imports: set[str] = set()
+        self.unseen: list[str] = []  # arguments that could not be seen and have a default
+        self.model: nn.Module | None = None  # the recorded one, which a criterion may hold
+        self.uses_script = False  # whether something of the running script is imported
+
+    def name_of(
+        self,
+        cls: type | types.FunctionType,  # a class of something in the draft, or a function
+    ) -> str | None:
+        "A class or a function by its name, imported; None where no file defines it at its top level."
+        if cls.__module__ == "builtins":
+            return cls.__name__
+        is_main = cls.__module__ == "__main__"
+        module = main_module() if is_main else cls.__module__
+        if module is None or "<locals>" in cls.__qualname__:
+            return None
+        self.uses_script |= is_main
+        for library in (torch.optim, torch.nn):
+            if module.startswith(library.__name__) and getattr(library, cls.__name__, None) is cls:
+                return f"{library.__name__}.{cls.__name__}"
+        self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
+        return cls.__qualname__
+
+# %% ../../../nbs/api/probe/draft/28_running_script.ipynb #a1859e75
+_OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
+
+
+def imported_as(
+    draft: Imports,  # takes the import
+    words: str,  # the statement, without `as`
+    name: str,  # in the program
+    module: str,  # name that the statement gives without `as`
+) -> str:
+    "The name under which something is imported."
+    own = f"_{name}" if name in _OWN_NAMES and words != f"import {name}" else name
+    draft.imports.add(words if own == module else f"{words} as {own}")
+    return own
+
+
+def named_import(
+    draft: Imports,  # takes the import
+    name: str,  # in the program
+    value: Any,  # a class or a function
+) -> str | None:  # None where no file defines it at its top level
+    "A class or a function by its import."
+    qualified = getattr(value, "__qualname__", "")
+    module = getattr(value, "__module__", None) or ""
+    if module == "builtins" or not qualified.isidentifier():
+        return None
+    if module == "__main__":
+        module = main_module() or ""
+        draft.uses_script |= bool(module)
+    elif getattr(sys.modules.get(module), qualified, None) is not value:
+        module = ""
+    return imported_as(draft, f"from {module} import {qualified}", name, qualified) if module else None
+
+# %% ../../../nbs/api/probe/draft/28_running_script.ipynb #4fef5baa
+def of_other_file(
+    draft: Imports,  # takes the import
+    name: str,  # in the program
+    value: Any,  # that it has
+) -> str | None:  # None where no other file has it
+    "A global value of another file of the program, by its import."
+    others = [each for each in local_modules() if each not in ("__main__", main_module())]
+    other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
+    if other is None or name in _OWN_NAMES:
+        return None
+    return imported_as(draft, f"from {other} import {name}", name, name)
+
+
+def global_source(
+    draft: Imports,  # takes the import
+    name: str,  # in the program
+    value: Any,  # that it has
+) -> str | None:  # None where it has no source
+    "A value that the script computes at its top level, or a table in another of its files."
+    main, module = vars(sys.modules["__main__"]), main_module()
+    holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
+    if name in _OWN_NAMES or holds_parameters:
+        return None
+    if main.get(name) is value and isinstance(value, torch.Tensor) and tensor_to_keep(value) is not None:
+        draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
+        on_device = "" if value.device.type == "cpu" else f".to({str(value.device)!r})"
+        return f"kept_values(__file__)[{name!r}]{on_device}"
+    if module is not None and name in assigned_names() and main.get(name) is value:
+        draft.uses_script = True
+        return imported_as(draft, f"from {module} import {name}", name, name)
+    return of_other_file(draft, name, value) if isinstance(value, (dict, list, tuple)) else None

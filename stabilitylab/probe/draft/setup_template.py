@@ -8,6 +8,7 @@ __all__ = ['FILE', 'own_loss', 'setup_source', 'record_source']
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #c8eb0687
 import ast
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -27,13 +28,8 @@ from ...names.files import write_atomic
 from ...numerics.pytree import LOOP, container_kind, graph_class, parts_of
 from .loop_code import LoopCode, ValueSources, loop_code, model_lines
 from .loop_values import VALUES_FILE, kept_in, kept_words, tensor_to_keep
-from stabilitylab.probe.draft.python_source import (
-    Draft,
-    call_source,
-    optimizer_source,
-    script_lines,
-    torch_optimizer,
-)
+from .model_parts import LONG
+from .python_source import Draft, optimizer_source, torch_optimizer
 from stabilitylab.probe.draft.running_script import (
     CELLS_FILE,
     calling_frame,
@@ -69,6 +65,75 @@ def own_loss(
         " allowed: one; write in `loss` of the setup what the training loop does, such as"
         " F.cross_entropy(model(batch['x']), batch['y'])"
     )
+
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #496c5127
+def _described(part: Any) -> str:
+    "What a part of a batch is."
+    if hasattr(part, "shape") and hasattr(part, "dtype"):
+        return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
+    return type(part).__name__
+
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #33a861c8
+def call_source(
+    batch: Any,  # the first micro-batch
+) -> tuple[str, str]:  # the call, what the batch was in words
+    "The call of a model with a batch."
+    kind, parts = container_kind(batch), parts_of(batch)
+    if not kind:
+        return "model(batch)", _described(batch)
+    if isinstance(parts, dict):
+        words = ", ".join(f"{key}: {_described(part)}" for key, part in parts.items())
+        call = "model(**batch)" if kind in ("plain", "mapping") else "model(**vars(batch))"
+        return call, f"a {type(batch).__name__} with {words}"
+    groups = [(text, len(list(same))) for text, same in itertools.groupby(map(_described, parts))]
+    words = ", ".join(text if count == 1 else f"{count} × {text}" for text, count in groups)
+    return "model(*batch)", f"a {type(batch).__name__} of {words}"
+
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #36058661
+def _script_values(draft: Draft, text: str) -> dict[str, str]:
+    "Global values that the functions of a script read and that it computes, with their sources."
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return {}
+    defined = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    read = {n.id for part in defined for n in ast.walk(part) if isinstance(n, ast.Name)}
+    plain = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    values = {}
+    for name in sorted(read):
+        value = vars(sys.modules["__main__"]).get(name)
+        is_code = isinstance(value, (type, types.FunctionType, types.ModuleType, torch.Tensor, type(None)))
+        part = Draft()
+        source = None if is_code or name in plain else part.literal(value)
+        if source is not None and len(source) < 20 * LONG and not part.uses_script:
+            draft.imports |= part.imports
+            values[name] = source
+    return values
+
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #3ecae5dd
+def script_lines(
+    draft: Draft,  # whose imports may come from the script
+) -> str:
+    "The line that makes the running script a module; '' where nothing of it is used."
+    file, name = main_file(), main_module()
+    if not draft.uses_script or name is None:
+        return ""
+    draft.imports.add("from stabilitylab.replay.script import definitions")
+    text = file.read_text(encoding="utf-8", errors="replace") if file else notebook_cells()
+    where = (
+        repr(str(file)) if file else f"str(__import__('pathlib').Path(__file__).with_name({CELLS_FILE!r}))"
+    )
+    values = _script_values(draft, text)
+    inner = "".join(f"\n    {key!r}: {source}," for key, source in values.items())
+    arguments = f"{where}, {name!r}" + (f", {{{inner}\n}}" if inner else "")
+    runs = "its imports, functions and classes; of its other lines only those that set a name used here"
+    return f"\n# {runs}\ndefinitions({arguments})\n"
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #37136d3e
 FILE = "replay_setup.py"
