@@ -748,9 +748,7 @@ def test_pixels_that_were_not_divided_are_named_where_the_first_layer_is_a_convo
     assert ("input_bytes" in facts) is is_raw
     assert [c.id for c in ranked_causes(facts)] == (["inputs_not_scaled"] if is_raw else [])
     flat = facts | {"noted not_learning": (1.0, 0)}
-    assert (
-        any(c.is_alone for c in ranked_causes(flat)) is is_raw
-    )  # with a flat loss
+    assert any(c.is_alone for c in ranked_causes(flat)) is is_raw  # with a flat loss
 
 
 def test_evidence_of_a_record_without_shapes_or_with_an_infinite_rate(tmp_path):
