@@ -16,7 +16,7 @@ import xarray as xr
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.registry import sample
-from stabilitylab.detect.context import LossSpan, at_step
+from stabilitylab.detect.context import LossSpan, at_step, run_context
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings, explain
 from stabilitylab.detect.layers.activations import find_overflow
@@ -847,6 +847,17 @@ def test_a_run_that_became_slow_is_told_of_no_habit_that_is_slow_from_the_first_
         for step in (0, 60)
     )
     assert {"idefics-17", "mt-46"} <= early and not {"idefics-17", "mt-46"} & later
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(0.0, False), (1.0, True)])
+def test_epsilon_is_lowered_only_where_gradients_are_below_it(share, is_told):
+    "Adam's loss stands still; where all gradients were measured to be above epsilon, it is not the reason."
+    run = run_of(np.full(30, 2.0))
+    params_of(run, "optimizer", names=["q.weight"], below_eps_frac=np.full((30, 1), share))
+    run.attrs["optimizer"] = "Adam"
+    findings = [Finding("not_learning", "warning", 0, 29), *find_grad_below_epsilon(run)]
+    rows = choose_remedies("not_learning", run_context(run, findings))
+    assert ("own-4" in {row["id"] for row in rows}) is is_told
 
 
 def test_what_follows_a_named_cause_is_not_offered_as_a_puzzle():
