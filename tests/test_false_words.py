@@ -572,6 +572,12 @@ def samples_line(rows, **result):
     return next(line for line in lines if line.startswith("  samples"))
 
 
+def test_a_share_of_hardly_anything_is_no_negative_zero():
+    shares = (0.9, -1e-5, -2e-5)
+    line = samples_line([{"sample": at, "loss": 1.0, "share": share} for at, share in enumerate(shares)])
+    assert "median share 0.0% of 3; 2 point the other way" in line
+
+
 def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
     rows = [{"sample": at, "loss": 1.0, "grad_norm": "inf", "share": "nan", "cosine": "nan"} for at in (0, 1)]
     line = samples_line(rows)
