@@ -23,13 +23,14 @@ from torch import nn
 from stabilitylab import Recorder
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.likely_cause import ranked_causes
+from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.pytree import container_kind
 from stabilitylab.probe.draft import loop_code, setup_template
 from stabilitylab.probe.draft.loop_setup import clip_code, known_arguments, scale_of_clipped
 from stabilitylab.probe.draft.loop_source import Source, relevant
 from stabilitylab.probe.draft.loop_values import Keeper, LoopValues, kept_values, restored
 from stabilitylab.probe.draft.name_sources import resolved_lines
-from stabilitylab.probe.draft.python_source import Draft, cast_source, model_source
+from stabilitylab.probe.draft.python_source import Draft, cast_source, model_source, optimizer_source
 from stabilitylab.probe.draft.running_script import local_modules
 from stabilitylab.probe.draft.setup_template import call_source
 from stabilitylab.probe.draft.trainer_code import prepared
@@ -860,3 +861,26 @@ def test_a_draft_imports_nothing_else_of_this_package():
     written = re.findall(r'(?:"|^)from (stabilitylab\.[a-z_.]+) import', "\n".join(texts), re.MULTILINE)
     quoted = {module for module in written if f'"from {module} import' in "".join(texts)}
     assert quoted <= set(OF_DRAFTS) and "stabilitylab.replay.trainer" in quoted
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_optimizer_that_takes_two_gradients_a_step_is_refused_for_that(passes):
+    class Sharp(torch.optim.Optimizer):
+        def __init__(self, params, base_optimizer, rho=0.05, **kwargs):
+            super().__init__(params, {"rho": rho} | kwargs)
+            self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
+
+        def first_step(self):
+            "Climbs along the first gradient."
+
+    if passes == 2:
+        Sharp.second_step = lambda self: None
+    model, draft = nn.Linear(2, 1), Draft()
+    optimizer = Sharp(model.parameters(), torch.optim.SGD, rho=2.0, lr=0.1)
+    call = optimizer_source(draft, optimizer, {id(p): name for name, p in model.named_parameters()})
+    assert ("without_replay" in call) == (passes == 2)
+    if passes == 2:
+        names = {}
+        exec("\n".join(draft.imports), names)
+        with pytest.raises(InputError, match="Sharp evaluates the gradient more than once a step"):
+            eval(call, names)

@@ -308,6 +308,12 @@ def _is_same(value: Any, other: Any) -> bool:
     return not torch.is_tensor(value) and not torch.is_tensor(other) and value == other
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #93780af9
+_PASSES = (
+    "first_step",
+    "second_step",
+)  # methods of sharpness-aware optimizers, each after a gradient of its own
+
+
 def optimizer_source(
     draft: Draft,  # takes the imports
     optimizer: Any,  # of torch, or what a framework wrapped around one
@@ -316,6 +322,9 @@ def optimizer_source(
     "A call that makes an optimizer with its groups."
     optimizer = bare_optimizer(optimizer)
     cls = type(optimizer)
+    if all(callable(getattr(cls, name, None)) for name in _PASSES):
+        draft.imports.add("from stabilitylab.replay.script import without_replay")
+        return f"without_replay({cls.__name__!r})"
     parameters, defaults = inspect.signature(cls).parameters, getattr(optimizer, "defaults", {})
     settings = {key: draft.literal(value) for key, value in defaults.items() if key in parameters}
     arguments = _arguments_of(settings, parameters)
