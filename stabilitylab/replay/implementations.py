@@ -23,9 +23,8 @@ from torch import nn
 from ..checkpoint.diff import unwrapped_name
 from ..names.encode import plain
 from ..names.errors import bad_input
-from ..numerics.modes import restored_modes
+from ..numerics.modes import unchanged
 from ..numerics.pytree import map_tensors
-from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.hooks import first_tensor
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #09fa212b
@@ -153,22 +152,6 @@ def _jittered(roundoff: Callable, generator: torch.Generator, key: _Key, x: torc
     noise = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return x * (1 + roundoff(key) * noise).to(x.device, x.dtype)
 
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    "Dropout off and no gradients yet; mode, gradients and random states are put back at the end."
-    rng, gradients = rng_state(), [(p, p.grad) for p in model.parameters()]
-    try:
-        with restored_modes(model):
-            model.eval()
-            for p in model.parameters():
-                p.grad = None
-            yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        set_rng_state(rng)
-
 # %% ../../nbs/api/replay/16_implementations.ipynb #3dc835e1
 def _run_step(
     model: nn.Module,
@@ -198,7 +181,9 @@ def _run_step(
         else:
             run.errors[key] = _error(base, gathered)
 
-    with _without_dropout(model):
+    with unchanged(model):
+        model.eval()
+        model.zero_grad(set_to_none=True)
         hooks = _TensorHooks(model, visit, rounded)
         try:
             value = loss(model, batch)

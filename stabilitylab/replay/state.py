@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from ..names.errors import InputError, bad_input
+from ..numerics.modes import restored_rng
 from ..numerics.pytree import LOOP, batch_alone, loop_values, map_tensors
-from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.environment import arithmetic, set_arithmetic
 from ..probe.settings import as_list
 from .device import on_other_device
@@ -245,9 +245,8 @@ class Snapshot:
         dtype: torch.dtype | None = None,  # dtype of all floating-point weights; None: unchanged
     ) -> tuple:  # (model in training mode, optimizer, or several as a list, or None)
         "A new model and optimizer in this state; random states are not changed."
-        outside = rng_state()
-        model = self.setup.new_model()
-        set_rng_state(outside)
+        with restored_rng():
+            model = self.setup.new_model()
         if not isinstance(model, torch.nn.Module):
             raise bad_input("setup.model", f"a function that returns a {type(model).__name__}", "a model")
         # before torch would say it: `strict=False` still raises, with every tensor of the model in one

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..numerics.modes import restored_rng
 from ..numerics.pytree import batch_alone, map_batch
-from ..probe.blackbox import changed_attributes, plain_attributes, rng_state, set_rng_state
+from ..probe.blackbox import changed_attributes, plain_attributes
 from ..probe.environment import environment, environment_change
 from ..probe.optimizers import groups_of
 from ..probe.settings import as_list
@@ -130,14 +131,13 @@ def some_of(names: list[str]) -> str:  # names: any number
 def carried_state(facts: StepFacts) -> str:  # facts: of the replayed steps
     "What a call of the loss leaves for the next one beside weights and buffers; '' where nothing is left."
     start, batch = facts.way.start, facts.first
-    outside, (model, _) = rng_state(), start.build()
+    model, _ = start.build()
     attributes, losses = [plain_attributes(model)], []
     for _ in range(2):
         model.load_state_dict(start.model, strict=False)
-        set_rng_state(batch.rng[0] if batch.rng else start.rng or outside)
-        losses.append(facts.setup.loss(model, batch.parts[0]).detach().item())
+        with restored_rng(batch.rng[0] if batch.rng else start.rng):
+            losses.append(facts.setup.loss(model, batch.parts[0]).detach().item())
         attributes.append(plain_attributes(model))
-    set_rng_state(outside)
     if distance(*losses) <= EQUAL:
         return ""
     changed = changed_attributes(attributes[0], attributes[1])

@@ -7,15 +7,14 @@ __all__ = []
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #7c31f178
 import ast
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from stabilitylab.numerics.modes import restored_rng
 from stabilitylab.numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
 from stabilitylab.probe.draft.loop_source import value_at
 from stabilitylab.probe.scalars import graph_nodes, losses_among
@@ -188,11 +187,8 @@ def restored(
     saved: dict,  # its weights and its mode, as they were kept
 ) -> torch.nn.Module:
     "Another module of the loop, as it was at a batch; random states stay as they are."
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the loop's
-    module = make()
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002 - the same generator
+    with restored_rng():
+        module = make()
     module.load_state_dict(saved["state"])
     device = next((t.device for t in saved["state"].values()), torch.device("cpu"))
     return module.to(device).train(saved["training"])
