@@ -76,7 +76,7 @@ class Recorder:
         self.autocast: torch.dtype | None = None
         self.trainer: Any = None
         self.share = 1
-        self.kept = KeptValues()  # values of the loop that its loss needs
+        self.loop_values = KeptValues()  # values of the loop that its loss needs
         self.clock = StepClock()
         # the parts of a recording; None until it is entered
         self.probes: Any = None
@@ -320,10 +320,10 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
     values = ({} if loss is None else {"loss": loss}) | scalars
     # in that step only: the locals of a frame are copied, and stay until it ends
     if _is_first(recorder):
-        loop_values = [*values.values(), *frame.f_locals.values()]
-        look_at_loss(recorder, loop_values)
-        model, find_reached = model_itself(recorder.model), recorder.kept.find_reached
-        recorder.guard.attempt("the networks of the loss", None, find_reached, model, loop_values)
+        all_values = [*values.values(), *frame.f_locals.values()]
+        look_at_loss(recorder, all_values)
+        model, find_reached = model_itself(recorder.model), recorder.loop_values.find_reached
+        recorder.guard.attempt("the networks of the loss", None, find_reached, model, all_values)
         _after_backward(recorder)  # those of the first step are still as the loss saw them
         recorder.guard.attempt("an environment", None, note_environment, recorder.guard, frame)
         if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
@@ -344,14 +344,14 @@ def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
 
 def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> None:
     "Keep a batch with the values of the loop that its loss needs."
-    box.batch(recorder.kept.beside(batch, frame), recorder.n, recorder.micro)
+    box.batch(recorder.loop_values.beside(batch, frame), recorder.n, recorder.micro)
 
 
 def _after_backward(recorder: Recorder) -> None:
     "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
     if recorder.box is None:
         return
-    changed = recorder.guard.attempt(_BOX, None, recorder.kept.take_changed)
+    changed = recorder.guard.attempt(_BOX, None, recorder.loop_values.take_changed)
     if changed:
         recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
 

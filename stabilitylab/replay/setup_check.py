@@ -19,7 +19,6 @@ from ..numerics.modes import restored_rng
 from ..probe.blackbox import checksums
 from .device import kind_of, recorded_device
 from .faults import FAULTS, HARMLESS, fault_of
-from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
     EQUAL,
@@ -27,15 +26,17 @@ from stabilitylab.replay.retrace import (
     ROUNDING,
     Retrace,
     Retraced,
+    StepFacts,
     distance,
+    facts_of,
     is_equal,
     retrace,
     rounding_reach,
+    some_of,
 )
 from .snapshot import Walk
-from .state import OfPart, Setup, Snapshot
+from .state import OfPart, Setup, Snapshot, files_at
 from .step import noise_floor, replay
-from .step_facts import StepFacts, facts_of, some_of
 from ..run.curves import COMPILED, noted_at
 from ..run.recording import Recording, opened
 

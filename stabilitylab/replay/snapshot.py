@@ -19,15 +19,18 @@ from ..numerics.modes import restored_rng, rng_state
 from ..numerics.pytree import map_tensors, restore_batch
 from ..probe.blackbox import batch_id, changed_attributes, plain_attributes
 from ..probe.settings import as_list
-from stabilitylab.replay.ranks import (
+from stabilitylab.replay.state import (
+    Batch,
+    Setup,
+    Snapshot,
     files_at,
     in_turn,
     is_sharded,
     join_models,
     join_optimizers,
+    recorded_arithmetic,
     refuse_missing_ranks,
 )
-from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from .step import StepNumbers, run_step
 from ..run.recording import Recording, opened
 

@@ -107,7 +107,7 @@ def _ids(network: torch.nn.Module) -> set[int]:
     "The parameters of a network, by `id`."
     return set(map(id, network.parameters()))
 
-
+# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1499
 class KeptValues:
     "The values of a loop that are kept with every batch; the loop may train the networks among them."
 
