@@ -174,6 +174,7 @@ def test_each_model_equals_the_twin(name):
     assert record.attrs["unrecognised"] == [] and np.isfinite(record.attn_entropy).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), [(n, o) for n, m in MODELS.items() for o in m[4]])
 def test_implementations_of_one_model_agree(name, other):
     eager, batch = make(name, "eager")

@@ -73,6 +73,7 @@ def compiled(**options):
     return wrap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,6 +105,7 @@ def test_the_record_says_what_the_report_says(tmp_path):
     assert got.module.values.tolist() == report.module.values.tolist()
 
 
+@pytest.mark.slow
 def test_it_grows_can_be_read_meanwhile_and_is_continued(tmp_path):
     seen = []
 
@@ -146,6 +148,7 @@ trained({str(tmp_path / "r")!r}, 2, look=look)
     assert "activations" in run.children
 
 
+@pytest.mark.slow
 def test_a_fault_ends_the_measuring_with_one_warning(tmp_path, monkeypatch):
     bare = trained(tmp_path / "bare", 0)
 

@@ -249,6 +249,7 @@ def test_a_child_that_is_killed_once_ends_well(tmp_path):
     assert "SIGKILL" in result.notes[0]
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_here_is_refused(capsys):
     for words in (
         ["replay", str(sample()), "--device", "cuda:3"],
@@ -259,6 +260,7 @@ def test_a_device_that_is_not_here_is_refused(capsys):
     assert chosen_devices("cpu") == ["cpu"] and Arm().name == "unchanged"
 
 
+@pytest.mark.slow
 def test_code_that_names_the_gpu_of_the_run_is_replayed_on_a_cpu(tmp_path):
     "As in a loop that moves its batch after `recorder.batch`, with tensors and an autocast of its own."
     path, width = tmp_path / "run", 4

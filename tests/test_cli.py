@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stabilitylab.cli import diagnose
+from stabilitylab.cli import diagnose, trial
 from stabilitylab.detect.findings import Finding
 from tests.command import command as run
 
@@ -323,3 +323,19 @@ def test_a_finding_is_printed_on_one_line(broken):
     )
     assert str(finding) == "error: loss_spike at 1,500–1,600: The loss rose." and "evidence" in repr(finding)
     assert str(Finding("crash")) == "info: crash"
+
+
+def test_a_trial_says_in_lines_how_far_it_is_where_no_terminal_shows_a_bar(monkeypatch, capsys):
+    "A quarter of the steps is there at first, from an earlier call; half of the rest takes a minute."
+    clock = iter([0.0, 5.0, 20.0, 25.0, 80.0])
+    monkeypatch.setattr(trial.time, "monotonic", lambda: next(clock))
+    heard = trial._in_lines()
+    heard("reading", 0.0)
+    heard("training: 3 of 12 done", 0.25)
+    heard("training: 4 of 12 done", 0.30)
+    heard("training: 7 of 12 done", 0.625)
+    out, err = capsys.readouterr()
+    assert not out and err.splitlines() == [
+        "training: 3 of 12 done",
+        "training: 7 of 12 done, 62%; about 1.0 min left",
+    ]

@@ -69,6 +69,7 @@ class Tagger(nn.Module):
         return self.lm_head(hidden + self.middle(hidden)[..., : hidden.shape[-1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_only_matrices_that_are_multiplied_and_trained_want_sides_of_8(tmp_path, tied):
     torch.manual_seed(0)
@@ -86,6 +87,7 @@ def test_only_matrices_that_are_multiplied_and_trained_want_sides_of_8(tmp_path,
     assert [f.modules for f in found] == ([("embed.weight",)] if tied else [])
 
 
+@pytest.mark.slow
 def test_causes_by_construction(tmp_path):
     assert "init_std_too_large" in record(tmp_path / "a", 3, std=0.5).kinds
     assert "grad_below_epsilon" in record(tmp_path / "b", 3, eps=1.0).kinds
@@ -93,6 +95,7 @@ def test_causes_by_construction(tmp_path):
     assert "no_gradient" in record(tmp_path / "d", 3, freeze=True).kinds
 
 
+@pytest.mark.slow
 def test_sampled_rules_name_the_cause(tmp_path):
     def fixed(path, change, dtype=torch.float32, lr=1e-3):
         torch.manual_seed(0)
@@ -142,6 +145,7 @@ def _too_large(model):
     model.blocks[1].fc1.weight.data.mul_(1e38)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, module, cause",
     [
@@ -199,6 +203,7 @@ def _patched(value):
     return torch.no_grad()(change)
 
 
+@pytest.mark.slow
 def test_a_patched_row_that_is_too_large_is_named_when_its_token_comes(tmp_path):
     "The row was wrong from the beginning; the norm behind it overflows at step 4, when its token comes."
     finding = _failed(tmp_path / "r", _patched(1e30))
@@ -208,6 +213,7 @@ def test_a_patched_row_that_is_too_large_is_named_when_its_token_comes(tmp_path)
     assert "row 127 of embed.weight" in finding.explanation and "1e+30" in finding.explanation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late, modules", [(4, ("embed.weight",)), (0, ("embed", "embed.weight"))])
 def test_a_row_of_nan_is_named_before_its_token_comes_and_when_it_does(tmp_path, late, modules):
     finding = _failed(tmp_path / "r", _patched(torch.nan), late=late)

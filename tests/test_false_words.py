@@ -4,6 +4,7 @@ import ast
 import os
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import xarray as xr
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.registry import sample
+from stabilitylab.detect.context import LossSpan, at_step, run_context
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings, explain
 from stabilitylab.detect.layers.activations import find_overflow
@@ -24,10 +26,11 @@ from stabilitylab.detect.layers.parameters import (
     find_param_grad_explosion,
     find_wide_init,
 )
-from stabilitylab.detect.likely_cause import missing_measures, most_likely, ranked_causes
+from stabilitylab.detect.likely_cause import MostLikely, missing_measures, most_likely, ranked_causes
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.investigation.opening import suspect_step
+from stabilitylab.knowledge.remedies import RunContext, choose_remedies
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.draft import setup_template
 from stabilitylab.probe.draft.loop_code import LoopCode
@@ -42,6 +45,7 @@ from stabilitylab.replay.user_code import load_setup
 from stabilitylab.report import content
 from stabilitylab.report.content import replay_command, run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text
+from stabilitylab.report.terminal import _only_follows
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.trial import Trial
@@ -64,6 +68,7 @@ def trained(path, n, first=0):
             recorder.step(loss)
 
 
+@pytest.mark.slow
 def test_a_start_that_goes_on_where_the_one_before_ended_did_not_go_back(tmp_path):
     trained(tmp_path / "run", 10)
     trained(tmp_path / "run", 10, first=10)
@@ -149,6 +154,7 @@ def test_an_output_that_is_infinite_is_an_overflow_and_no_number():
     assert "became infinite" in found.explanation and "e+30" not in found.explanation
 
 
+@pytest.mark.slow
 def test_the_layers_view_shows_the_start_that_went_on(tmp_path):
     pytest.importorskip("ipywidgets")
     from stabilitylab.workbench.state import open_state
@@ -310,6 +316,7 @@ def _kinds(path, factor, loss_of):
     return {finding.kind for finding in diagnose(sl.open_run(path))}
 
 
+@pytest.mark.slow
 def test_only_a_loss_that_its_outputs_allow_is_told_far_above_a_guess(tmp_path):
     def summed(outputs, x):
         return torch.nn.functional.binary_cross_entropy_with_logits(outputs, x, reduction="sum")
@@ -419,6 +426,7 @@ def test_the_optimizer_is_blamed_for_what_it_was_not_given_only():
         assert any("Give the optimizer every trainable parameter" in words for words in told) is is_blamed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Recorder")
 @pytest.mark.parametrize(
     ("kind", "name"), [("gradients", None), ("gradients", "0.weight"), ("activations", "0")]
@@ -562,6 +570,12 @@ def samples_line(rows, **result):
     step = {"run": "run", "step": 1, "loss": 1.0, "recorded_loss": None, "grad_norm": 1.0, "update_norm": 1.0}
     lines = replay_text(step | {"samples": rows} | result).splitlines()
     return next(line for line in lines if line.startswith("  samples"))
+
+
+def test_a_share_of_hardly_anything_is_no_negative_zero():
+    shares = (0.9, -1e-5, -2e-5)
+    line = samples_line([{"sample": at, "loss": 1.0, "share": share} for at, share in enumerate(shares)])
+    assert "median share 0.0% of 3; 2 point the other way" in line
 
 
 def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
@@ -745,6 +759,7 @@ CLEARINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLEARINGS)
 @pytest.mark.parametrize("is_critic", [False, True], ids=["alone", "critic"])
 @pytest.mark.filterwarnings("ignore:.*gradients are not cleared")
@@ -820,6 +835,44 @@ def test_gradients_below_epsilon_begin_where_they_are_and_not_where_they_are_nan
     assert below_epsilon(run) == [(("q.weight",), 12)]
     params_of(run, "gradients", names=names, grad_norm=norms, rms=norms, nonfinite_count=late)
     assert not below_epsilon(run)
+
+
+@pytest.mark.parametrize(("n", "severity"), [(1, "info"), (4, "info"), (5, "warning"), (8, "warning")])
+def test_gradients_below_epsilon_are_a_warning_where_most_parameters_have_them(n, severity):
+    "Eight matrices; in n of them every entry is below epsilon."
+    names, run = [f"{k}.weight" for k in range(8)], run_of(np.linspace(3, 2, 30))
+    params_of(run, "optimizer", names=names, below_eps_frac=np.tile(np.arange(8.0) < n, (30, 1)))
+    (finding,) = find_grad_below_epsilon(run)
+    assert finding.severity == severity and f"(of {len(names)})" in explain(finding)
+
+
+def test_a_run_that_became_slow_is_told_of_no_habit_that_is_slow_from_the_first_step():
+    drop = Finding("throughput_drop", "warning", 60, 200, evidence={"factor": 3.0})
+    early, later = (
+        {row["id"] for row in choose_remedies(drop.kind, at_step(RunContext(), LossSpan(0, 300, True), step))}
+        for step in (0, 60)
+    )
+    assert {"idefics-17", "mt-46"} <= early and not {"idefics-17", "mt-46"} & later
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(0.0, False), (1.0, True)])
+def test_epsilon_is_lowered_only_where_gradients_are_below_it(share, is_told):
+    "Adam's loss stands still; where all gradients were measured to be above epsilon, it is not the reason."
+    run = run_of(np.full(30, 2.0))
+    params_of(run, "optimizer", names=["q.weight"], below_eps_frac=np.full((30, 1), share))
+    run.attrs["optimizer"] = "Adam"
+    findings = [Finding("not_learning", "warning", 0, 29), *find_grad_below_epsilon(run)]
+    rows = choose_remedies("not_learning", run_context(run, findings))
+    assert ("own-4" in {row["id"] for row in rows}) is is_told
+
+
+def test_what_follows_a_named_cause_is_not_offered_as_a_puzzle():
+    "The weights shrink at step 10; gradients below epsilon come after it, and are told without a cure."
+    below = Finding("grad_below_epsilon", "warning", 73, modules=("a",), evidence={"n": 1, "share": 1.0})
+    named = MostLikely("The weights shrink.", (), (), step=10, confidence="high")
+    assert _only_follows(below, named) and not _only_follows(below, None)
+    assert not _only_follows(below, replace(named, confidence="low"))
+    assert not _only_follows(below.with_(onset=10), named)
 
 
 def test_weights_that_the_first_step_moved_were_not_drawn_too_wide():

@@ -186,6 +186,7 @@ def test_preview_and_undo_leave_no_trace(subtests):
                 book.undo()
 
 
+@pytest.mark.slow
 def test_steps_are_finite_and_undo_after_them_gives_a_training_that_goes_on(subtests):
     for name in NAMES:
         with subtests.test(name=name):

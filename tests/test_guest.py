@@ -169,6 +169,7 @@ def test_a_fault_inside_never_reaches_the_loop(tmp_path, monkeypatch, name):
     assert len(said) < 12, [str(w.message) for w in said]
 
 
+@pytest.mark.slow
 def test_most_functions_were_reached(tmp_path, monkeypatch):
     "The injection is real: a fault in the middle of the work is told and leaves a gap that the record names."
     for name, words in (
@@ -310,6 +311,7 @@ def test_optimizers_in_turn_keep_their_own_gradients(tmp_path):
     assert abs(got / want - 1) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "averaged", "func", "trace", "export"])
 def test_the_model_can_be_copied_and_transformed(tmp_path, how):
     def copies(model):
@@ -389,6 +391,7 @@ def test_compiled(tmp_path, fullgraph):
         assert run["activations"].rms.notnull().all() and not told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["the compiled model", "the model itself"])
 def test_a_model_that_was_compiled_before_keeps_its_graph_and_its_parameters_are_recorded(tmp_path, given):
     torch._dynamo.reset()
@@ -590,6 +593,7 @@ def test_step_before_with_starts_the_recording(tmp_path):
     assert run["scalars"].sizes["step"] == 4 and run["activations"].rms[1:].notnull().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["empty", "cut", "noise", "no events"])
 def test_a_torn_part_is_left_out(tmp_path, damage):
     model, optimizer = fresh()

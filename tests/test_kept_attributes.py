@@ -44,6 +44,7 @@ def recorded(folder, make):
     return Setup(make, lambda model, batch: model(batch), lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
 
 
+@pytest.mark.slow
 def test_a_counter_of_the_model_is_in_its_snapshots(tmp_path):
     setup = recorded(tmp_path / "run", lambda: Counting(1))
     assert check_setup(tmp_path / "run", 7, setup, retrace(tmp_path / "run", 7, setup)).is_exact
@@ -52,6 +53,7 @@ def test_a_counter_of_the_model_is_in_its_snapshots(tmp_path):
     assert states[5].attributes == {"": {"counts": 6}} and states[0].attributes == {}
 
 
+@pytest.mark.slow
 def test_what_no_snapshot_can_keep_is_named(tmp_path):
     setup = recorded(tmp_path / "run", lambda: Counting({"calls": 1}))
     check = check_setup(tmp_path / "run", 7, setup, retrace(tmp_path / "run", 7, setup))
@@ -77,6 +79,7 @@ class Partly(nn.Module):
         return self.scripted(self.eager(x)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_scripted_parts_are_left_out_by_name_and_the_rest_is_recorded(tmp_path):
     model = Partly()
@@ -103,6 +106,7 @@ def test_scripted_parts_are_left_out_by_name_and_the_rest_is_recorded(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_state_dict_that_the_loop_put_in_place_is_not_what_a_snapshot_keeps(tmp_path):
     def make():
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -156,6 +156,7 @@ def matching(model, batch):
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
+@pytest.mark.slow
 def test_a_replay_names_the_operation_and_the_sample(tmp_path):
     batches = [{"left": torch.randn(8, 3), "right": torch.randn(8, 3)} for _ in range(4)]
     batches[2]["right"][5] = batches[2]["left"][5]

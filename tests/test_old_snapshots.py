@@ -77,6 +77,7 @@ def test_pinned_states_stay_beside_the_old_ones():
     assert {0, 200, 400, 590} <= set(kept) and len(kept) <= 1 + 2 + 2
 
 
+@pytest.mark.slow
 def test_a_record_of_a_slow_failure_replays_a_step_from_before_it(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

@@ -95,6 +95,7 @@ def test_the_draft_replays_the_last_step(tmp_path, capsys, settings):
     assert check["is_exact"] and not check["missing"], check
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Recorder")
 @pytest.mark.parametrize("last", [torch.nn.Softmax(-1), torch.nn.Identity()])
 def test_a_loss_of_probabilities_is_noted_before_backward(tmp_path, last):

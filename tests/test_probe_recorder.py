@@ -204,6 +204,7 @@ def _penalty(rec):
             r.step(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["light", "normal"])
 @pytest.mark.parametrize("program", [_two_players, _penalty])
 def test_gradient_norms_of_loops_with_several_backward_passes(tmp_path, program, level):
@@ -233,6 +234,7 @@ def test_sparse_batches_are_kept(tmp_path):
         assert batch_id(kept) == batch_id(adjacency) != batch_id(adjacency * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_counts_once(tmp_path, reentrant):
     from torch.utils.checkpoint import checkpoint
@@ -263,6 +265,7 @@ def test_checkpointing_counts_once(tmp_path, reentrant):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["1", "0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
@@ -319,6 +322,7 @@ def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
     assert (states.v_exponents.sum("exponent") - 1).max() < 1e-6 and states.m_kurtosis.notnull().all()
 
 
+@pytest.mark.slow
 def test_full_level_and_triggers_sample(tmp_path):
     model = LanguageModel(CONFIG)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -411,6 +415,7 @@ def poison(model, at):
     model.blocks[1].fc1.register_forward_hook(lambda m, a, o: o * float("nan") if model.step == at else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["go on", "stop", "skip"])
 def test_first_bad_tensor(tmp_path, mode):
     torch.manual_seed(0)
@@ -747,6 +752,7 @@ def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
     assert sorted(rows) == want and all(lr == 1 / (1 + step) for step, lr in rows.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_rule", [False, True])
 def test_the_step_of_a_spike_is_kept_with_and_without_a_rule(tmp_path, has_rule):
     import json
@@ -792,6 +798,7 @@ def test_online_rules_agree_with_the_finished_curve():
         assert fired == np.flatnonzero(RULES[name].flags(x)).tolist(), name
 
 
+@pytest.mark.slow
 def test_a_new_environment_is_told(tmp_path, monkeypatch):
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.probe import settings as e
@@ -1047,6 +1054,7 @@ class SAM(torch.optim.Optimizer):
         self.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_an_optimizer_inside_another_is_seen(tmp_path, momentum):
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def leave(*args):
 PARTS = ["log", *(pytest.param(part, marks=pytest.mark.slow) for part in ("open", "alert", "close"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("fault", [fail, leave])
 def test_a_broken_client_is_one_warning(tmp_path, monkeypatch, part, fault):
@@ -60,6 +61,7 @@ def test_a_broken_client_is_one_warning(tmp_path, monkeypatch, part, fault):
     assert open_run(tmp_path / "run")["scalars"].step.size == 31
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch):
     release, seen = threading.Event(), []
     monkeypatch.setattr(trackers, "_AT_END", 0.2)
@@ -74,6 +76,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch):
     assert seen and open_run(tmp_path / "run")["scalars"].step.size == 20
 
 
+@pytest.mark.slow
 def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
     gone = trackers._Tracker("no_such_package", *[fail] * 4)
     monkeypatch.setitem(trackers.TRACKERS, "wandb", gone)
@@ -81,6 +84,7 @@ def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
     assert len(texts) == 1 and "pip install 'stabilitylab[trackers]'" in texts[0]
 
 
+@pytest.mark.slow
 def test_what_is_reported(tmp_path):
     steps, told = {}, []
 
@@ -105,6 +109,7 @@ def test_what_is_reported(tmp_path):
     assert any(event.kind == "non_finite" and event.severity == "error" for event in told)
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_back(tmp_path):
     pytest.importorskip("tensorboard")
     from stabilitylab import read_log

@@ -273,6 +273,7 @@ def test_the_sample_replays_from_the_command():
     )
 
 
+@pytest.mark.slow
 def test_a_step_under_a_loss_scaler_comes_back_to_the_last_bit(tmp_path):
     "The scale, its growth and the skipped step are part of the state."
     from stabilitylab.probe.recorder import Recorder
@@ -386,6 +387,7 @@ def test_early_steps_have_no_controls():
         controls(sample(), 300)
 
 
+@pytest.mark.slow
 def test_control_states_come_from_before_the_onset():
     "A gradient norm of 1.01 at step 335, three times that of the steps before: states after it may be ill."
     states, batches = controls(sample(), 351)

@@ -124,6 +124,7 @@ def train(path, make, read, steps=3):
     return setup
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_comes_back_as_what_it_was(tmp_path, kind):
     make, read = KINDS[kind]
@@ -290,6 +291,7 @@ def _kept_run(path):
     return path
 
 
+@pytest.mark.slow
 def test_a_setup_by_hand_gets_the_batch_and_one_that_asks_the_values_too(tmp_path):
     path = _kept_run(tmp_path / "r")
     seen = []
@@ -312,6 +314,7 @@ def test_a_setup_by_hand_gets_the_batch_and_one_that_asks_the_values_too(tmp_pat
     assert set(seen) == {4, 5}
 
 
+@pytest.mark.slow
 def test_statistics_of_a_batch_leave_out_the_weights_of_other_networks(tmp_path):
     path = _kept_run(tmp_path / "r")
     assert batch_rows(path, [3]).tensor.tolist() == ["x"]

@@ -202,6 +202,7 @@ def test_another_logged_loss_is_no_fault(tmp_path):
     assert check.is_step and check.fault == "other loss"
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_loop_takes_in_slices_is_replayed_whole(tmp_path):
     "The gradients agree up to rounding, the loss handed over is that of the last slice."
     torch.manual_seed(0)
@@ -237,6 +238,7 @@ def test_a_kernel_that_adds_in_a_changing_order_is_noise(path):
     assert check.fault == "noise" and check.is_step and not check.is_exact
 
 
+@pytest.mark.slow
 def test_a_replay_with_a_loss_scaler_gives_it_to_its_own_recorder(tmp_path, recwarn):
     torch.manual_seed(0)
     model = Net()
@@ -265,6 +267,7 @@ def _set_newer_flags():
     torch.backends.cudnn.benchmark = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_flags", [_set_older_flags, _set_newer_flags])
 def test_a_replay_takes_the_flags_of_the_run(tmp_path, set_flags):
     before = arithmetic()
@@ -500,6 +503,7 @@ def nothing():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, words",
     [
@@ -670,6 +674,7 @@ def test_a_black_box_without_its_list_of_files_was_not_copied_whole(tmp_path):
         opened(tmp_path).box()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "handed, words", [(0, "micro-batch 1 of 3 alone"), (2, "micro-batch 3 of 3 alone"), (None, "")]
 )
@@ -712,6 +717,7 @@ def refuse(*_):
     raise OSError(30, "read-only")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit, drafted", [(0.05, "None"), (None, "0.01")])
 def test_a_draft_that_clips_otherwise_is_mended_by_the_replay(tmp_path, limit, drafted):
     run = record(tmp_path / "run", setup=replace(SETUP, clip=limit))
@@ -768,12 +774,14 @@ def test_a_step_that_is_recorded_before_the_update_is_noted_and_named(tmp_path):
     assert check.fault == "late update" and "after `optimizer.step`" in check.words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["backward update clear record", "clear backward update record"])
 def test_other_orders_of_a_loop_are_replayed_without_a_note(tmp_path, order, recwarn):
     run = loop(tmp_path / "run", order.split())
     assert check_setup(run, 6, replace(SETUP, clip=None, schedule=None)).is_exact and not len(recwarn)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_compiled_before_is_recorded_and_replayed_under_its_own_names(tmp_path):
     order, compiled = ["backward", "update", "clear", "record"], partial(torch.compile, backend="aot_eager")
     with pytest.warns(UserWarning, match="make the Recorder first, then compile"):
@@ -797,6 +805,7 @@ def test_a_setup_is_drafted_with_the_first_batch_that_is_handed_over(tmp_path):
     assert (run / "replay_setup.py").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "name", "is_cause"),
     [

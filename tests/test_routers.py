@@ -89,6 +89,7 @@ def test_deepseeks_router_chooses_by_its_corrected_scores():
     assert counts == {"router_max_share_layer_1": 0.5, "router_diversity_layer_1": pytest.approx(0.25)}
 
 
+@pytest.mark.slow
 def test_a_recorded_mixture_has_its_routers_in_the_record_and_trains_on_the_same_bits(tmp_path):
     "Two micro-batches a step; the collapse that is planted late is found with its layer."
 

@@ -97,6 +97,7 @@ def _things(model, optimizer):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_the_same_bytes(tmp_path, kind):
     model = _model(kind)
@@ -111,6 +112,7 @@ def test_what_is_saved_is_the_same_bytes(tmp_path, kind):
     assert [name for name in want if want[name] != got[name]] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "make", [copy.deepcopy, copy.copy, AveragedModel, lambda m: pickle.loads(pickle.dumps(m))]

@@ -262,6 +262,7 @@ FAST = (
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_fault_is_not_accepted_and_is_named(record_of, name):
     fault, is_accepted, words = fault_of(record_of, name)

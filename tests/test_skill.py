@@ -34,6 +34,7 @@ def test_a_command_parses_as_it_stands(call):
         assert done.code == 0
 
 
+@pytest.mark.slow
 def test_the_keys_are_in_the_answers():
     answer = json.loads(command("diagnose", sample("lm_high_lr"), "--json").stdout)
     plan = json.loads(command("trial", sample("lm_high_lr"), "--plan", "--json").stdout)

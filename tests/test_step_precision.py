@@ -134,6 +134,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replay", "precision"])
 def test_what_a_program_prints_is_no_part_of_the_answer_and_printed_once(tmp_path, capsys, name):
     (tmp_path / "own.py").write_text(PRINTING)
@@ -154,6 +155,7 @@ def test_bad_input_is_told_and_code_2():
         assert "Traceback" not in out.stderr, arguments
 
 
+@pytest.mark.slow
 def test_weights_that_are_bf16_themselves_lose_what_their_update_was_before_rounding(tmp_path):
     from stabilitylab import Recorder
 
@@ -211,6 +213,7 @@ def setup_of_float32():
 """
 
 
+@pytest.mark.slow
 def test_float_inputs_and_a_gradient_that_is_zero_but_for_rounding(tmp_path):
     "Float inputs met 16-bit weights as a fault of this program; eps was to be lowered for the bias of a key."
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -295,12 +298,14 @@ def recorded(path, loss_of, spoil=False):
     return path / "run", f"{path}/mine.py:setup"
 
 
+@pytest.mark.slow
 def test_a_step_of_nan_has_nothing_to_round(tmp_path):
     run, setup = recorded(tmp_path, "return model(x).square().mean()", spoil=True)
     with pytest.raises(InputError, match="the loss of step 1 is nan"):
         step_precision(run, 1, setup)
 
 
+@pytest.mark.slow
 def test_a_loss_that_uses_numpy_is_left_out_in_16_bits(tmp_path):
     counted = "y = model(x); n = np.sum(y.detach().numpy() < 1e9); return y.square().sum() / float(n)"
     run, setup = recorded(tmp_path, counted)

@@ -427,6 +427,7 @@ def fought(path, monkeypatch, part):
     return examine(path, 5, swap=False)
 
 
+@pytest.mark.slow
 def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkeypatch):
     "A critic with a penalty on its gradient: the draft left the generator out, and was refused."
     result = fought(tmp_path / "run", monkeypatch, "critic")
@@ -475,6 +476,7 @@ class Play:
             recorder.step(loss)
 
 
+@pytest.mark.slow
 def test_vectors_of_a_spectral_norm_that_passes_between_steps_move_are_kept(tmp_path, monkeypatch):
     "A GAN's generator is run for its discriminator, too: replays were exact at snapshots alone."
     here = sys.modules[__name__]
@@ -518,6 +520,7 @@ def distance_loss(model, weight):
     return inner, lambda batch: weight * model(batch["x"]).abs().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_loss_that_another_function_made_is_written_out_under_the_name_it_has_in_the_loop(tmp_path, which):
     torch.manual_seed(0)
@@ -693,6 +696,7 @@ def test_another_network_that_the_loop_trains_and_scaled_clipping_are_noted():
     assert len(notes) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "is_below"),
     [
@@ -738,6 +742,7 @@ class Counting(nn.Linear):
         return super().forward(x) * self.passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("judge", "is_exact"), [(lambda: nn.Linear(3, 1), True), (Counting, False)])
 def test_a_network_that_steps_between_the_batch_and_the_backward_pass(tmp_path, judge, is_exact):
     torch.manual_seed(0)
@@ -815,6 +820,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_extends_its_path_is_imported_again(tmp_path):
     for name in ("src", "tools"):
         (tmp_path / name).mkdir()

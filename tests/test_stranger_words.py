@@ -143,6 +143,7 @@ def test_zeros_of_inactive_units_are_not_below_epsilon(rms, n):
     assert len(find_grad_below_epsilon(run)) == n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "accused"), [((10,) * 4, "reused_batches"), ((1,) * 20 + (20,), "repeated_data")]
 )
@@ -609,6 +610,7 @@ class Simulator(Corridor):
     action_space = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Corridor, Simulator])
 def test_a_loop_that_acts_in_an_environment_is_noted(tmp_path, kind):
     world, model = kind(), torch.nn.Linear(3, 1)
@@ -708,6 +710,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Recorder")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_an_ordinary_mistake_of_a_loop_is_the_first_cause(tmp_path, name):
@@ -719,6 +722,32 @@ def test_a_loop_without_a_mistake_has_none_of_these_causes(tmp_path, recwarn):
     usual = {"decay": 0.1, "gamma": 0.9, "scale": 3.0, "last": lambda: torch.nn.LogSoftmax(-1)}
     run = classified(tmp_path / "run", **usual)
     assert not {cause.id for cause in ranked_causes(evidence(run))} & set(MISTAKES) and not len(recwarn)
+
+
+@pytest.mark.parametrize(("scale", "is_raw"), [(1, True), (255, False)])
+def test_pixels_that_were_not_divided_are_named_where_the_first_layer_is_a_convolution(
+    tmp_path, scale, is_raw
+):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    largest = []
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(6):
+            pixels = torch.randint(256, (4, 1, 8, 8)) / scale
+            largest.append(float(pixels.max()))
+            optimizer.zero_grad()
+            loss = model(pixels).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    run = open_run(tmp_path / "run")
+    assert run["activations"].in_absmax.sel(module="0").values == pytest.approx(largest)
+    facts = evidence(run)
+    assert ("input_bytes" in facts) is is_raw
+    assert [c.id for c in ranked_causes(facts)] == (["inputs_not_scaled"] if is_raw else [])
+    flat = facts | {"noted not_learning": (1.0, 0)}
+    assert any(c.is_alone for c in ranked_causes(flat)) is is_raw  # with a flat loss
 
 
 def test_evidence_of_a_record_without_shapes_or_with_an_infinite_rate(tmp_path):
@@ -742,6 +771,7 @@ def dying(path, n, at, **options):
             recorder.step(loss)
 
 
+@pytest.mark.slow
 def test_the_exception_that_ended_a_record_is_its_crash_until_the_run_goes_on(tmp_path):
     with pytest.raises(IndexError):
         dying(tmp_path / "run", 12, 9)
@@ -756,6 +786,7 @@ def test_the_exception_that_ended_a_record_is_its_crash_until_the_run_goes_on(tm
     assert [f.severity for f in diagnose(run) if f.kind == "crash"] == ["info"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"on_nonfinite": "stop"}, {"on_warning": "stop"}])
 def test_a_run_that_its_recorder_stopped_has_the_cause_of_what_it_saw(tmp_path, options):
     torch.manual_seed(0)

@@ -101,6 +101,7 @@ def correlated(rho, shape, rng):
     return noise[..., 100:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [0.5, 0.8, 0.9])
 def test_autocorrelated_losses_are_not_failures(rho):
     "Three arms that do nothing on a flat loss, then the first one with a gain of 25 %."

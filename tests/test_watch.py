@@ -47,6 +47,7 @@ def _noisy(n=400):
     return 2 + 0.02 * np.random.default_rng(0).normal(size=n) + 2 * np.exp(-np.arange(n) / 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [230, 400])
 def test_one_jump_is_one_event_whatever_it_turns_out_to_be(tmp_path, after):
     loss = _noisy()
@@ -57,6 +58,7 @@ def test_one_jump_is_one_event_whatever_it_turns_out_to_be(tmp_path, after):
     assert len(told) == len(set(told)) and len(told) <= 4  # each state once
 
 
+@pytest.mark.slow
 def test_a_second_spike_far_from_the_first_is_an_event_of_its_own(tmp_path):
     loss = _noisy()
     loss[150:155] += 3

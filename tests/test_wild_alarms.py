@@ -55,6 +55,7 @@ def rises(value):
     return find_slow_rise(new_run(make_scalars({"loss": Samples(np.arange(len(value)), value)})))
 
 
+@pytest.mark.slow
 def test_planted_climbs_are_found_and_healthy_curves_are_quiet():
     alarms = found = 0
     for seed in range(200):

@@ -170,6 +170,7 @@ def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
         view.controls["origin"].value = "choose …"
 
 
+@pytest.mark.slow
 def test_a_lab_starts_where_the_command_does_and_skips_the_bad_batches(tmp_path):
     "A run that only warned, of a bad batch, began its trials at step 0."
     torch.manual_seed(0)

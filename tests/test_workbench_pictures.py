@@ -27,6 +27,7 @@ def found(state, kind):
     return [one.kind for one in state.findings].index(kind)
 
 
+@pytest.mark.slow
 def test_a_finding_of_a_module_draws_its_curve_until_another_is_chosen(sample):
     state, _ = open_state(sample)
     view = Overview(state)

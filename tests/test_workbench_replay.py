@@ -104,6 +104,7 @@ def test_ordinary_mistakes_with_a_setup_are_told_with_their_place(run, tmp_path)
     assert panel.answer is None
 
 
+@pytest.mark.slow
 def test_a_draft_is_offered_once_and_never_written_over(run):
     view = ReplayView(open_state(run)[0])
     assert view.look.steps == list(range(6)) and view.panel.draft.layout.display == ""
@@ -166,6 +167,7 @@ def test_nothing_of_a_failure_is_left_when_another_replay_begins(run):
     assert view.texts["head"].value == ""
 
 
+@pytest.mark.slow
 def test_another_machine_is_told_before_the_replay(run):
     state, _ = open_state(run)
     view = ReplayView(state)
@@ -176,6 +178,7 @@ def test_another_machine_is_told_before_the_replay(run):
     assert "will hardly be reproduced" in words and "XYZ" in words and "Step 3 has a snapshot" in words
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_there_becomes_the_nearest(run):
     rows = json.loads((run / "blackbox" / "index.json").read_text())
     rows.pop("crc32c")
@@ -187,6 +190,7 @@ def test_a_step_that_is_not_there_becomes_the_nearest(run):
     assert view.controls["step"].value == view.look.step == 3
 
 
+@pytest.mark.slow
 def test_the_call_of_a_replay_runs_as_it_stands(run):
     (run / "replay_setup.py").write_text(SETUP)
     view = ReplayView(open_state(run)[0])
@@ -203,6 +207,7 @@ def test_the_call_of_a_replay_runs_as_it_stands(run):
     exec(view.call.call, names)
 
 
+@pytest.mark.slow
 def test_a_replay_stands_beside_its_own_step_only(run):
     view = ReplayView(open_state(run)[0])
     view.look.step, view._replayed = 3, 3
@@ -213,6 +218,7 @@ def test_a_replay_stands_beside_its_own_step_only(run):
     assert "its setup is gone" in view.texts["head"].value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "is_exact"),
     [

@@ -119,6 +119,7 @@ def test_the_call_of_a_grid_runs_and_draws_what_is_seen(is_rounded, tmp_path):
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_and_called(capsys):
     from stabilitylab.cases.registry import sample
 

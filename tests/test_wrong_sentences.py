@@ -76,6 +76,7 @@ def of_left_open():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "words"), [("of_constant", "depends on no parameter"), ("of_left_open", "'accelerator' is not")]
 )

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .replay import add_setup
@@ -59,6 +60,33 @@ def _check_counts(args: argparse.Namespace) -> None:
             raise bad_input(f"--{name}", getattr(args, name), "1 or more")
     if args.budget is not None and not args.budget > 0:
         raise bad_input("--budget", args.budget, "minutes above 0")
+
+# %% ../../nbs/api/cli/18_trial.ipynb #5e1f70aa
+_PAUSE = 15.0  # seconds between two lines of progress where standard error is no terminal: our convention
+
+
+def _in_lines() -> Callable[[str, float], None]:
+    "A listener to the stages of a trial that prints a line now and then, for a log file or a pipe."
+    last, first = time.monotonic(), (0.0, 0.0)  # first: time and share when something was trained
+
+    def heard(words: str, share: float) -> None:  # share: of all steps, 0..1
+        "Prints how far it is and, once arms train, about how long the rest takes."
+        nonlocal last, first
+        now = time.monotonic()
+        first = (now, share) if first[1] == 0 else first
+        if now - last < _PAUSE:
+            return
+        last = now
+        began, trained = first[0], share - first[1]
+        rest = (now - began) * (1 - share) / trained if trained > 0 else 0.0
+        time_left = f", {share:.0%}; about {rest / 60:.1f} min left" if rest else ""
+        print(f"{words}{time_left}", file=sys.stderr, flush=True)
+
+    return heard
+
+
+def _ignored(words: str, share: float) -> None:
+    "The listener where a bar on the terminal shows it."
 
 # %% ../../nbs/api/cli/18_trial.ipynb #9f28f267
 def add_trial(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
@@ -129,6 +157,7 @@ def _run_trial(
             device=args.device,
             client=args.scheduler,
             progress=sys.stderr.isatty(),
+            heard=_ignored if sys.stderr.isatty() else _in_lines(),
             is_cancelled=lambda: args.plan,
         )
     if args.plan:
@@ -243,7 +272,12 @@ def _run_sweep(
         else:
             where = {"device": args.device, "client": args.scheduler}
             work = sweep_of(plan, args.seeds, folder=args.folder, workers=args.workers, **where)
-            result = work.run(args.budget, progress=sys.stderr.isatty())
+            heard = _ignored if sys.stderr.isatty() else _in_lines()
+            result = work.run(
+                args.budget,
+                progress=sys.stderr.isatty(),
+                on_progress=lambda state: heard(f"training: {state.done} of {state.total} done", state.share),
+            )
     if work is None:
         print(to_json(plan.to_dict(), indent=1) if args.json else _plan_text(plan.to_dict(), args.seeds))
         return 0

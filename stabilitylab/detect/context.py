@@ -88,8 +88,8 @@ def _size(settings: dict) -> str:
     return "small" if parameters <= limit("small_model") else ""
 
 
-def _traits(settings: dict, findings: list[Finding]) -> tuple[str, ...]:
-    "What else is known: adapters, frozen parts, a restart."
+def _traits(run: xr.DataTree, settings: dict, findings: list[Finding]) -> tuple[str, ...]:
+    "What else is known: adapters, frozen parts, a restart, gradients above epsilon."
     names, trainable = list(settings.get("shapes") or ()), list(settings.get("trainable") or ())
     traits = []
     if any(word in str(name).lower() for word in _ADAPTERS for name in names):
@@ -98,6 +98,9 @@ def _traits(settings: dict, findings: list[Finding]) -> tuple[str, ...]:
         traits.append("frozen")
     if any(f.kind == "restart" for f in findings):
         traits.append("resumed")
+    measured = group_of(run, "optimizer", "below_eps_frac", min_steps=1)
+    if measured is not None and not any(f.kind == "grad_below_epsilon" for f in findings):
+        traits.append("above epsilon")
     return tuple(traits)
 
 
@@ -121,7 +124,7 @@ def run_context(
         precision=_precision(run, settings, findings),
         optimizer=_optimizer(settings),
         size=_size(settings),
-        traits=_traits(settings, findings),
+        traits=_traits(run, settings, findings),
         parts=_parts(run),
     )
 

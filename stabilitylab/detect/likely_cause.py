@@ -136,8 +136,7 @@ def _symptom(step: int, facts: Mapping) -> dict[str, int]:
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #1e8b4557
 _TELLS = {  # measure that was not taken -> what would take it
     "update_before": "the size of the updates in the steps before it, at level 'normal'",
-    "input_jump": "the size of the values of the batches, not recorded where the first module is a"
-    " convolution",
+    "input_jump": "the size of the values of the batches, at level 'normal'",
     "forward_jump": "the activations of that step and of those before it, at level 'normal'",
 }
 
@@ -373,6 +372,7 @@ _FITTING_TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "accumulation": ("gradient accumulation",),
     "hardware": ("hardware", "rollback", "gradient clipping"),
+    "objective": ("weight decay",),
     "record": (),
 }
 

@@ -155,7 +155,9 @@ class RunContext:
     optimizer: str = ""  # name of the optimizer in lower case, such as 'adamw'
     phase: str = ""  # 'start', 'middle' or 'late': the part of the run in which the failure occurred
     size: str = ""  # model size, 'small' or 'large'
-    traits: tuple[str, ...] = ()  # any of 'lora', 'frozen', 'resumed', 'later': after the first step
+    traits: tuple[
+        str, ...
+    ] = ()  # any of 'lora', 'frozen', 'resumed', 'above epsilon' (gradients), 'later' (than the first step)
     parts: tuple[str, ...] = ()  # of 'attention' and 'embedding' those in the model, or 'neither'
 
     def of(

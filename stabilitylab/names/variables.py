@@ -66,8 +66,8 @@ MODULE_KINDS = (
 
 # %% ../../nbs/api/names/01_variables.ipynb #be5231c0
 SCALARS = {  # variable of /scalars -> (long_name, units); validation series have the same names behind `val_`
-    "loss": ("training loss", "nats"),
-    "val_loss": ("validation loss", "nats"),
+    "loss": ("training loss", "1"),
+    "val_loss": ("validation loss", "1"),
     "grad_norm": ("L2 norm of the gradient before clipping", "1"),
     "clipped_grad_norm": ("L2 norm of the gradient after clipping", "1"),
     "lr": ("learning rate", "1"),

@@ -184,7 +184,7 @@ class SeedCurve(Protocol):
 
     @property
     def loss(self) -> np.ndarray:
-        "Training loss, (step,), nats."
+        "Training loss, (step,)."
         ...
 
 # %% ../../nbs/api/plot/07_runs.ipynb #4e206785
@@ -224,7 +224,7 @@ def plot_trial(
             ax.plot(first_nonfinite, top, "x", color=shade, transform=ax.get_xaxis_transform(), clip_on=False)
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # a short trial has no half steps
     ax.set_xlabel("step")
-    ax.set_ylabel("loss [nats]")
+    ax.set_ylabel("loss")
     if curves:
         ax.legend(loc="best", frameon=False, fontsize=8)
     return ax
@@ -267,7 +267,7 @@ def trial_picture(
         ax = figure.add_axes((0.72 / 6.6, 0.15, 0.62, 0.81))
         plot_trial(started, ax=ax, arms=arms)
         if log_name != "loss":
-            ax.set_ylabel(f"loss ({label(log_name, 24)}) [nats]")
+            ax.set_ylabel(f"loss ({label(log_name, 24)})")
         if _wants_log(started):
             log_axis(ax)
         legend = ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))

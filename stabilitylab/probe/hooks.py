@@ -122,6 +122,16 @@ def _has_matrix(module: nn.Module) -> bool:
     return shape is not None and len(shape) == 2 and not isinstance(module, nn.Embedding)
 
 
+def _with_inputs(hooked: dict[int, nn.Module]) -> set[int]:
+    "Rows of the modules whose inputs are measured: those with a matrix, and the first, which gets the batch."
+    holds_weights = (
+        row for row, module in hooked.items() if next(module.parameters(recurse=False), None) is not None
+    )
+    first = next(holds_weights, None)
+    rows = {row for row, module in hooked.items() if _has_matrix(module)}
+    return rows if first is None or isinstance(hooked[first], nn.Embedding) else rows | {first}
+
+
 def _is_eager() -> bool:
     "Whether tensors hold numbers now: nothing is traced, compiled or transformed."
     return tracing_state() is None and transform_stack() is None
@@ -344,13 +354,14 @@ class ModuleProbe:
         # regular expression on module names; None: every module that computes something
         select: str | None = None,
         overrides: dict | None = None,  # kinds of modules, as for `module_kinds`
-        inputs: bool = True,  # whether to measure the inputs of linear layers too
+        inputs: bool = True,  # whether to measure the inputs of linear layers, and of the first one, too
     ) -> None:
         "Puts the hooks in place; refuses a model whose hooks would never fire."
         _check_hookable(model)
         rows, hooked = measured_modules(model, select, overrides, self.guard)
+        with_inputs = _with_inputs(hooked) if inputs else set()
         for row, module in hooked.items():
-            look = self._guarded(row, rows.names[row], inputs and _has_matrix(module))
+            look = self._guarded(row, rows.names[row], row in with_inputs)
             self.handles.append(module.register_forward_hook(Watch(module, look)))
         self.handles += self.passes.hook(model)
         self.rows, self.reader = rows, OutputReader(rows, self.passes, self.gradients)

@@ -35,7 +35,7 @@ class Level:
     "What is looked at in every step."
 
     kinds: tuple[str, ...] | None = None  # of modules; None: all
-    inputs: bool = True  # inputs of linear layers too
+    inputs: bool = True  # inputs of linear layers, and of the first layer, too
     backward: bool = True  # gradients of outputs too
     updates: bool = True  # updates, weights and optimizer state too
 

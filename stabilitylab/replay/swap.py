@@ -30,7 +30,7 @@ _VERDICTS = {
     "neither": "this step is like the others",
     "cannot tell": "the controls are not finite numbers above 0",
 }
-_UNITS = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}  # of the variables of the table
+_MEASURED = ("loss", "grad_norm", "update_norm")  # variables of the table
 _JUDGED = ("grad_norm", "loss", "update_norm")  # variables that a verdict may follow
 _MIN_FACTOR = 2.0  # smallest ratio to the controls that counts as out of line: our convention
 _PARTS = ("batch", "state", "beyond")  # what may be out of line; beyond: the suspect cell more than both
@@ -177,7 +177,7 @@ class SwapTest:
 
     def to_dict(self) -> dict:
         "The test as plain data for JSON."
-        measured = {name: self.table[name].values for name in _UNITS}
+        measured = {name: self.table[name].values for name in _MEASURED}
         return plain(
             {
                 "verdict": self.verdict,
@@ -330,7 +330,7 @@ def swap_test(
     if min(shape) < 2:
         allowed = "two or more of each: the suspect last, controls before it"
         raise bad_input("snapshots, batches", f"{shape[0]}, {shape[1]}", allowed)
-    cells = {name: np.full(shape, np.nan) for name in _UNITS}
+    cells = {name: np.full(shape, np.nan) for name in _MEASURED}
     with tqdm(total=shape[0] * shape[1], desc="swap test", disable=not progress, leave=False) as bar:
         for i, j in np.ndindex(shape):
             step = replay(snapshots[i], batches[j], device, record=False)
@@ -348,7 +348,7 @@ def swap_test(
     after = _bad_after(judged, snapshots[:-1], later, device, min_factor) if is_bad else 0
     table = xr.Dataset(
         {
-            name: (("state", "batch"), values, {"long_name": name.replace("_", " "), "units": _UNITS[name]})
+            name: (("state", "batch"), values, {"long_name": name.replace("_", " "), "units": "1"})
             for name, values in cells.items()
         },
         {

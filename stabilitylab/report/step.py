@@ -226,7 +226,7 @@ def replay_text(
 ) -> str:  # lines
     "A replay as text for a terminal."
     rows = _finite_shares(result.get("samples", []))
-    middle = median(row["share"] for row in rows) if rows else float("nan")
+    middle = round(median(row["share"] for row in rows), 4) + 0.0 if rows else float("nan")  # never "-0.0%"
     words = {"heaviest": rows[:_HEAVIEST], "median_share": middle, "other_loss": None}
     words["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
     losses = [loss for loss in map(result.get, ("samples_loss", "loss")) if isinstance(loss, float)]

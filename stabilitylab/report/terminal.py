@@ -187,11 +187,18 @@ def run_text(
     above = (f for f in findings if f.severity != "info")
     # the first of them; a slow machine is explained where nothing else is
     suspect = min(above, key=lambda f: f.kind in OF_MACHINE, default=None)
-    if suspect is not None:
+    if suspect is not None and not _only_follows(suspect, text.likely):
         lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {suspect.kind}"]
     if text.replay:
         lines += ["", "  " + _paint(text.replay_words, "head", colour) + " " + text.replay]
     return "\n".join(lines)
+
+
+def _only_follows(finding: Finding, likely: MostLikely | None) -> bool:
+    "Whether a finding began after a cause of high confidence, so that causes of its own would mislead."
+    if likely is None or likely.confidence != "high" or likely.step is None:
+        return False
+    return finding.onset is not None and finding.onset > likely.step
 
 
 _CAUSE, _NEXT = "Most likely cause:", "What to do next:"

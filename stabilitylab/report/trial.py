@@ -356,7 +356,7 @@ def sweep_words(
         interval = f" [{number(row['low'])}, {number(row['high'])}]" if math.isfinite(row["high"]) else ""
         sentences.append(
             f"{name}: best at {row['best']:g} times the rate; over all rates {number(row['sensitivity'])}"
-            f" nats{interval} above its best on average."
+            f"{interval} above its best on average."
         ) if n_best else None
     if not result.complete:
         sentences.append("Not all points were trained; the same call with --folder goes on.")
@@ -370,7 +370,7 @@ def sweep_text(
 ) -> str:  # lines
     "The terminal report of a sweep."
     seeds = len(set(result.table().seed)) if result.curves else 0
-    head = f"{result.steps} steps a point, {format_count(seeds, 'seed|seeds')}; final loss in nats"
+    head = f"{result.steps} steps a point, {format_count(seeds, 'seed|seeds')}; final loss"
     where = device_words(device or {})
     head += f"; on {where}" if where else ""
     return "\n".join([*notes, head, "", columns_text(_sweep_rows(result)), "", sweep_words(result)])

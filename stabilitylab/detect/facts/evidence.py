@@ -166,7 +166,9 @@ def evidence(
 # %% ../../../nbs/api/detect/facts/85_evidence.ipynb #851a7396
 def _of_findings(steps: Steps, findings: Sequence[Finding], facts: RunFacts) -> RunFacts:
     "Which kinds were found, each with its step; of a jump of the rate its factor and how long before."
-    facts_found: RunFacts = {f"found {f.kind}": (1.0, f.onset) for f in findings if f.severity != "info"}
+    facts_found: RunFacts = {
+        f"{'noted' if f.severity == 'info' else 'found'} {f.kind}": (1.0, f.onset) for f in findings
+    }
     jump = next((f for f in findings if f.kind == "lr_jump" and f.severity != "info"), None)
     if jump is None or jump.onset is None:
         return facts_found

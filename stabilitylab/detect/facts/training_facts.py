@@ -233,6 +233,9 @@ def _of_model(steps: Steps) -> RunFacts:
     facts["grad_jumps"] = (float(len(jumps)), steps.step[jumps[0]] if len(jumps) else None)
     return facts
 
+# %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #b17e0255
+_BYTE = 255  # the largest value of a pixel of 8 bits
+
 
 def _of_inputs(steps: Steps) -> RunFacts:
     "The size of what enters the first layer, where that is a matrix and not a norm or a table."
@@ -241,7 +244,13 @@ def _of_inputs(steps: Steps) -> RunFacts:
     module = str(first).rpartition(".")[0]
     if sizes is None or len(shapes.get(first, ())) < 2 or module not in sizes.module.values:
         return {}
-    return {"input_rms": (float(sizes.sel(module=module)[0]), steps.step[0])}
+    facts: RunFacts = {"input_rms": (float(sizes.sel(module=module)[0]), steps.step[0])}
+    sizes = steps.table("activations", "in_absmax")
+    largest = np.array([]) if sizes is None else sizes.sel(module=module).dropna("step").values
+    # the largest value of every batch is a whole number, and one of them needs all 8 bits
+    if len(largest) and (largest == largest.round()).all() and _BYTE / 2 < largest.max() <= _BYTE:
+        facts["input_bytes"] = (float(largest.max()), steps.step[0])
+    return facts
 
 
 def _of_rate(steps: Steps) -> RunFacts:

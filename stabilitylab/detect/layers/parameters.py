@@ -261,11 +261,13 @@ def find_grad_below_epsilon(run: xr.DataTree) -> list[Finding]:  # at most one
     order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
     if not len(order):
         return []
-    evidence = {"n": len(order), "share": float(share[order[0]])}
+    evidence = {"n": len(order), "share": float(share[order[0]]), "of": len(params)}
     modules = first_names(optimizer.param, order)
+    # a few small gradients are no fault by themselves; most of a model's are an epsilon that is too high
+    severity = "warning" if len(order) > limit("majority") * len(params) else "info"
     is_below = optimizer.below_eps_frac.values[:, order[0]] > limit("majority")
     onset = optimizer.step.values[np.flatnonzero(is_below)[0]]
-    return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
+    return [Finding("grad_below_epsilon", severity, onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #db35cd3f
 _FORGOTTEN = "trainable but in no optimizer: "
