@@ -67,9 +67,6 @@ def answer(
         small[longest] = small[longest][: len(small[longest]) // 2]
     return small | ({"cut": cut} if cut else {}) | {"next": {"tool": tool, "arguments": plain(arguments)}}
 
-# %% ../../nbs/api/mcp/02_reading.ipynb #a7126e50
-#| exporti
-
 # %% ../../nbs/api/mcp/02_reading.ipynb #17ed9258
 _MOST_ENTRIES = 200_000  # of a folder that is looked through for links that leave it
 

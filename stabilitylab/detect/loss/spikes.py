@@ -187,8 +187,7 @@ def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: fl
         left = offset / (peak - baseline) if peak > baseline else None
     else:
         steps = int(abs(series.step[back] - series.step[first]))
-    # steps of a coarse log are many, so a record or two that came back at once is fast whatever the steps
-    # say
+    # a record or two of a coarse log are many steps: what came back at once is fast whatever they say
     is_outlier = back is not None and back - first <= count_limit("outlier_records")
     return Spike(
         first=first,
@@ -268,14 +267,12 @@ def find_loss_spikes(
     for series in split_runs(loss):
         spikes = spike_events(series)
         is_ordinary, is_positive = _has_heavy_tails(series, spikes), bool((series.value > 0).all())
-        # a loss of few examples has lone high records that are its nature: how high decides what is an
-        # event
+        # a loss of few examples has lone high records by its nature: how high decides what is an event
         tail = _tail_height(series, spikes)
         for spike in spikes:
-            is_low = (spike.is_lone and 0 < spike.peak < start) or _is_early_low(spike, series)
+            is_low = _is_low_record(spike, start) or _is_early_low(spike, series)
             is_single = _is_bad_batch(spike, is_ordinary, is_positive) or is_low or _is_tail_end(spike, tail)
-            group = single if is_single else own
-            group.append((series, spike))
+            (single if is_single else own).append((series, spike))
     high = _high_steps(run) if own else np.array([], int)
     span = count_limit("near_records") * step_interval(loss)
     leads = [_lead(high, int(series.step[spike.first]), span) for series, spike in own]
@@ -301,6 +298,11 @@ def _is_in_tail(spike: Spike) -> bool:
     # noise that multiplies has a long upper tail on a linear scale and none on a log scale
     z_of_log = np.log(spike.peak / spike.baseline) / (spike.noise / spike.baseline)
     return spike.z < limit("tail_sigma") and z_of_log < limit("spike_sigma")
+
+
+def _is_low_record(spike: Spike, highest: float) -> bool:
+    "Whether a spike is one record that was back at once and far below where the run began."
+    return spike.is_lone and 0 < spike.peak < highest
 
 
 def _is_tail_end(spike: Spike, tail: float) -> bool:
@@ -395,5 +397,4 @@ def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:
     is_one = len(single) == 1
     evidence = ({} if is_one else {"count": len(single)}) | {"steps": steps[: count_limit("most_steps")]}
     evidence |= worst.evidence() | {"note": evidence_words("bad batch" if is_one else "bad batches")}
-    end = loss.step[last.last]
-    return Finding("loss_spike", "info", steps[0], end, evidence=evidence, series=loss.name)
+    return Finding("loss_spike", "info", steps[0], loss.step[last.last], evidence=evidence, series=loss.name)
