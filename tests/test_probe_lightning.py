@@ -12,7 +12,9 @@ import torch
 
 from stabilitylab import LightningCallback, open_run
 from stabilitylab.cli.main import main
+from stabilitylab.names.errors import InputError
 from stabilitylab.run.curves import SOFTMAX_TWICE, noted_at
+from stabilitylab.run.recording import opened
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -119,6 +121,26 @@ def test_a_loss_of_probabilities_is_noted_before_backward(tmp_path, last):
     callback.on_train_end(trainer, module)
     noted = noted_at(open_run(tmp_path / "run"), SOFTMAX_TWICE)
     assert (noted is not None) == isinstance(last, torch.nn.Softmax)
+
+
+def test_a_replay_of_a_module_that_optimizes_by_itself_says_why_there_are_no_batches(tmp_path):
+    module = torch.nn.Linear(3, 4)
+    module.automatic_optimization = False
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = SimpleNamespace(
+        global_step=0, optimizers=[optimizer], precision="32-true", gradient_clip_val=None,
+        precision_plugin=SimpleNamespace(), lightning_module=module, accumulate_grad_batches=1,
+    )  # fmt: skip
+    callback = LightningCallback(tmp_path / "run", snapshot_every=100)
+    with pytest.warns(UserWarning, match="optimizes by itself"):
+        callback.on_train_start(trainer, module)
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    trainer.global_step = 1
+    callback.on_train_batch_end(trainer, module, None)
+    callback.on_train_end(trainer, module)
+    with pytest.raises(InputError, match=r"automatic_optimization = False.*within `training_step`"):
+        _ = opened(tmp_path / "run").box()
 
 
 @pytest.mark.slow

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from stabilitylab import Recorder, diagnose, open_run, replayable_steps
 from stabilitylab.cli.main import main
@@ -368,6 +375,23 @@ def test_the_padding_that_a_model_was_built_with_is_kept_where_its_configuration
     assert again.config.pad_token_id == of_tokenizer
     assert again.get_input_embeddings().padding_idx == built_with
     assert sum("padding_idx" in line for line in lines) == (built_with != of_tokenizer)
+
+
+@pytest.mark.parametrize("is_switched_off", [True, False])
+def test_a_decoder_keeps_the_cache_that_a_trainer_switches_off_for_the_whole_model_alone(is_switched_off):
+    "With and without a cache the gradients differ in their last bits, which a high rate magnifies."
+    config = T5Config(vocab_size=7, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model = T5ForConditionalGeneration(config)
+    model.config.use_cache = not is_switched_off  # as a Trainer does when it begins
+    draft = Draft()
+    lines, _ = model_lines(draft, model, None)
+    names = {}
+    exec("\n".join(sorted(draft.imports)), names)
+    exec("def make():\n" + indent("\n".join(lines), "    "), names)
+    again = names["make"]()
+    parts = [(model.get_submodule(n), again.get_submodule(n)) for n in ("", "encoder", "decoder")]
+    assert all(was.config.use_cache == now.config.use_cache for was, now in parts)
+    assert sum("use_cache = True" in line for line in lines) == is_switched_off
 
 
 @pytest.mark.parametrize(("line", "names"), [(4, {"loaded"}), (7, {"plain"}), (8, {"loaded", "plain"})])

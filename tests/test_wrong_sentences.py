@@ -7,14 +7,16 @@ import pytest
 import xarray as xr
 
 from stabilitylab.cases.registry import sample
-from stabilitylab.detect.findings import Finding, evidence_words, explain
-from stabilitylab.detect.likely_cause import _is_older, ranked_causes
+from stabilitylab.detect.findings import Finding, Findings, evidence_words, explain
+from stabilitylab.detect.layers.parameters import not_shown
+from stabilitylab.detect.likely_cause import _is_older, most_likely, ranked_causes
 from stabilitylab.detect.settings import loss_after_jump
 from stabilitylab.investigation.opening import _why_none
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.faults import FAULTS
 from stabilitylab.replay.rounded_step import step_precision
-from stabilitylab.replay.swap import _highest_words
+from stabilitylab.replay.swap import _decide, _highest_words
+from stabilitylab.report.terminal import run_text
 from tests.test_detect_decisions import run_of
 
 
@@ -26,7 +28,8 @@ def test_a_single_value_that_is_no_number_is_dated_at_its_step(count, words):
 
 
 @pytest.mark.parametrize(
-    ("last", "count", "is_told"), [(3.13, 4, True), (2.6, 4, False), (3.13, 3, True), (3.13, 2, False)]
+    ("last", "count", "is_told"),
+    [(3.13, 4, True), (2.6, 4, False), (3.13, 3, True), (3.13, 2, False), (2.70, 3, False)],
 )
 def test_a_batch_whose_loss_is_highest_from_every_state_is_not_like_the_others(last, count, is_told):
     others = np.array([[2.575, 2.552, 2.526, 2.621], [2.522, 2.491, 2.445, 2.56]])[:, :count]
@@ -95,3 +98,40 @@ def test_a_record_whose_batches_could_not_be_kept_says_why():
 
 def test_a_model_in_another_mode_may_also_be_one_without_dropout():
     assert "set dropout to 0" in FAULTS["mode"].format(words="evaluation")
+
+
+def shrinking(*findings):
+    "Findings of a run whose weights shrank, as the record itself shows."
+    return Findings(list(findings), attrs={"evidence": {"halved_in": (14.0, 14)}})
+
+
+def test_a_slow_machine_is_no_evidence_of_a_cause_and_is_not_explained_beside_one():
+    slow, small = Finding("throughput_drop", "warning", 24), Finding("grad_below_epsilon", "warning", 3)
+    jump = Finding("grad_norm_explosion", "warning", 10)
+    likely = most_likely(shrinking(slow))
+    assert likely.id == "weights_shrink" and not likely.because
+    assert "stabilitylab explain" not in run_text(run_of([2.0, 1.9]), shrinking(slow))
+    text = run_text(run_of([2.0, 1.9]), shrinking(slow, small, jump))
+    assert "stabilitylab explain grad_norm_explosion" in text
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1e-9, "neither"), (1.0, "bad state")])
+def test_gradients_that_cancel_to_rounding_make_no_bad_state(scale, verdict):
+    "Every second batch has a gradient next to none, and the last state more of it."
+    norms = np.array([[scale, 1.0, scale, 1.0, 1.0]] * 3 + [[11 * scale, 1.0, 15 * scale, 1.0, 1.0]])
+    table = {"grad_norm": norms, "loss": np.ones((4, 5)), "update_norm": np.ones((4, 5))}
+    assert _decide(table, 2.0)[0] == verdict
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "count"), [("conv1", 1, 0), ("blocks.0.attn", 1, 1), ("conv1", 0, 1)]
+)
+def test_what_a_record_cannot_show_is_what_its_model_and_loop_have(module, loss, count):
+    run = run_of([1.0] * 3) if loss else run_of(grad_norm=[1.0] * 3)
+    coordinates = {"step": np.arange(3), "module": [module], "kind": ("module", ["other"])}
+    rms = {"rms": (("step", "module"), np.ones((3, 1)))}
+    ratio = {"update_ratio": (("step", "param"), np.ones((3, 1)))}
+    run["activations"] = xr.DataTree(xr.Dataset(rms, coordinates))
+    run["updates"] = xr.DataTree(xr.Dataset(ratio, {"step": np.arange(3), "param": ["w"]}))
+    assert len(not_shown(run)) == count + 1  # samples always
+    assert any("no loss was recorded" in phrase for phrase in not_shown(run)) != bool(loss)

@@ -290,8 +290,9 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         return None
     first, *others = causes
     lead = first.score - others[0].score if others else _SURE
-    # what it rests on first
-    ordered = sorted(candidates, key=lambda f: f"found {f.kind}" not in first.measures)
+    # what it rests on first; a slow machine is no reason for what the weights or the loss do
+    reasons = [f for f in candidates if f.kind not in OF_MACHINE]
+    ordered = sorted(reasons, key=lambda f: f"found {f.kind}" not in first.measures)
     return MostLikely(
         first.words,
         (*first.evidence, *(f.explanation for f in ordered))[:_REASONS],

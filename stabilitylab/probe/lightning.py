@@ -30,8 +30,9 @@ def _base() -> Any:
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # as Lightning names them
 _MANUAL = (
-    "the module optimizes by itself: layers and losses are recorded, no batches, as a `training_step`"
-    " with several losses cannot be replayed; for one use `Recorder(model, optimizer, path)` within it"
+    "the module optimizes by itself (`automatic_optimization = False`): its layers are recorded, and its loss"
+    " where `training_step` returns one, but no batches, as a step of several losses cannot be replayed; for"
+    " a replay use `Recorder(model, optimizer, path, snapshot_every=100)` within `training_step`"
 )
 
 

@@ -34,6 +34,7 @@ _MEASURED = ("loss", "grad_norm", "update_norm")  # variables of the table
 _JUDGED = ("grad_norm", "loss", "update_norm")  # variables that a verdict may follow
 _MIN_FACTOR = 2.0  # smallest ratio to the controls that counts as out of line: our convention
 _PARTS = ("batch", "state", "beyond")  # what may be out of line; beyond: the suspect cell more than both
+_ROUNDED = 1e-6  # of the largest control; less is the rounding of terms that cancel: our convention
 _CLEARLY = 1.25  # factor beyond the limit at which one variable is enough; our convention
 _LATER = 8  # batches after the suspect one that are run, at most; our convention
 
@@ -45,7 +46,7 @@ def _spreads(controls: np.ndarray) -> dict[str, float]:
     state, batch = max((of_state - base).max(), rest), max((of_batch - base).max(), rest)
     return {"batch": batch, "state": state, "beyond": max(batch, state)}
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #10c82d86
 def _factors(values: np.ndarray, min_factor: float) -> dict[str, float] | None:
     "How far batch, state and the cell beyond both are out of line, with their limits; None: no controls."
     table = np.asarray(values, float)
@@ -53,8 +54,10 @@ def _factors(values: np.ndarray, min_factor: float) -> dict[str, float] | None:
         return None
     if not (np.isfinite(table[:-1, :-1]) & (table[:-1, :-1] > 0)).all():
         return None
-    # what is not finite is further out of line than any number; what is 0 or less is not out of line upwards
-    logs = np.log(np.where(np.isfinite(table), np.maximum(table, 1e-300), np.inf))
+    # what is not finite is further out of line than any number; what is 0 or less is not out of line upwards,
+    # and multiples of rounding errors mean nothing
+    floor = _ROUNDED * table[:-1, :-1].max()
+    logs = np.log(np.where(np.isfinite(table), np.maximum(table, floor), np.inf))
     controls = logs[:-1, :-1]
     batch = float(np.median(logs[:-1, -1] - np.median(controls, axis=1)))
     state = float(np.median(logs[-1, :-1] - np.median(controls, axis=0)))
@@ -130,6 +133,7 @@ def _update_words(table: xr.Dataset) -> str:
     )
 
 
+_HIGHER = 1.1  # factor by which a loss counts as higher than the usual one; our convention
 _RANGE_BATCHES = 3  # other batches that their range takes, at least; our convention
 
 
@@ -142,6 +146,8 @@ def _highest_words(table: xr.Dataset) -> str:
     if not (last - others.max(axis=1) > np.ptp(others, axis=1)).all():
         return ""
     times = float(np.median(last / np.median(others, axis=1)))
+    if times < _HIGHER:
+        return ""
     return (
         "nothing is twice the others or more, but this batch has the highest loss from every state,"
         f" {times:.3g} times the usual"

@@ -165,6 +165,24 @@ def _remedy_lines(finding: Finding, width: int, colour: bool, limit: int | None)
         yield text.replace(f"{verdict}:", _paint(f"{verdict}:", verdict, colour), 1)
 
 # %% ../../nbs/api/report/04_terminal.ipynb #6d0fdda4
+def _to_explain(findings: Findings, likely: MostLikely | None) -> Finding | None:
+    "The finding whose causes are told apart: one that the likely cause rests on, else the first."
+    above = [f for f in findings if f.severity != "info"]
+    because = () if likely is None else likely.because
+
+    def rank(
+        finding: Finding,  # a warning or an error
+    ) -> tuple[bool, bool, int]:
+        "A slow machine last, and gradients below epsilon after what the loss or the layers show."
+        order = because.index(finding.explanation) if finding.explanation in because else len(because)
+        return finding.kind in OF_MACHINE, finding.kind == "grad_below_epsilon", order
+
+    suspect = min(above, key=rank, default=None)
+    # where a cause of another kind is named, a slow machine is not what to read about
+    is_named = likely is not None and bool(likely.id)
+    return None if suspect is None or (is_named and suspect.kind in OF_MACHINE) else suspect
+
+
 def run_text(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
@@ -184,9 +202,7 @@ def run_text(
         lines += ["", findings_text(findings, width, colour, remedies)]
     if text.unseen:
         lines += ["", _wrapped(text.unseen, width, 2, 2)]
-    above = (f for f in findings if f.severity != "info")
-    # the first of them; a slow machine is explained where nothing else is
-    suspect = min(above, key=lambda f: f.kind in OF_MACHINE, default=None)
+    suspect = _to_explain(findings, text.likely)
     if suspect is not None and not _only_follows(suspect, text.likely):
         lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {suspect.kind}"]
     if text.replay:

@@ -8,6 +8,7 @@ __all__ = ['BoxIndex', 'nearest_step', 'Recording', 'opened']
 # %% ../../nbs/api/run/12_recording.ipynb #97b5591c
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,13 +72,21 @@ _EMPTY_BOX = (
 )
 
 
+def _why_no_box(path: Path) -> str:
+    "Why a record has no black box: what its Recorder noted, else that none was asked for."
+    with suppress(InputError, OSError, KeyError, ValueError):
+        notes = open_run(path)["events"].to_dataset()["event_text"].values
+        return next((str(text) for text in notes if "no batches" in str(text)), _NO_BOX)
+    return _NO_BOX
+
+
 def _read_index(path: Path, rank: int) -> BoxIndex:
     "The list of files that one process wrote."
     folder = path / "blackbox" / (f"rank-{rank}" if rank else "")
     file = folder / "index.json"
     if not file.is_file() and rank == 0:
         if not folder.is_dir():
-            raise bad_input("path", str(path), "a record with a black box", _NO_BOX)
+            raise bad_input("path", str(path), "a record with a black box", _why_no_box(path))
         is_cut = any(folder.iterdir())
         why = "its list of files, index.json, is missing: copy the record anew" if is_cut else _EMPTY_BOX
         raise bad_input("path", str(path), "a record with a black box that holds batches", why)

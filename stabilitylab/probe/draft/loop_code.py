@@ -47,6 +47,7 @@ from stabilitylab.probe.draft.trainer_code import (
     dropout_off,
     forward_patches,
     mixed_dtype,
+    own_caches,
     padding_rows,
     prepared,
 )
@@ -378,7 +379,7 @@ def model_lines(
     if from_parts is not None:
         lines, model_words = [f"model = {cast_source(draft, model, from_parts)}"], _FROM_PARTS
     draft.unseen = unseen
-    lines += [*patches, *dropout_off(model), *padding_rows(model)]
+    lines += [*patches, *dropout_off(model), *padding_rows(model), *own_caches(model)]
     if hasattr(model, "training_step"):
         lines += prepared(model)
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]

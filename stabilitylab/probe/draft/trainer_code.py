@@ -243,6 +243,22 @@ def padding_rows(
     ]
 
 
+def own_caches(
+    model: torch.nn.Module,  # the recorded one
+) -> list[str]:  # lines; [] where no part has a configuration of its own that keeps a cache
+    "Lines that switch the cache of parts on again: a Trainer switches off that of the whole model alone."
+    if getattr(getattr(model, "config", None), "use_cache", None) is not False:
+        return []
+    configs = {name: getattr(part, "config", None) for name, part in model.named_modules()}
+    cached = {name: config for name, config in configs.items() if getattr(config, "use_cache", None) is True}
+    # the first part of each configuration: its layers share it
+    first = {id(config): name for name, config in reversed(cached.items())}
+    return [
+        f"model.get_submodule({name!r}).config.use_cache = True  # as it was in the run"
+        for name in first.values()
+    ]
+
+# %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #c1d0ff02
 # what Lightning calls of a module before it trains, in its order
 _PREPARING = {"prepare_data": "()", "setup": "('fit')", "configure_optimizers": "()"}
 
