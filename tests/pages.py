@@ -91,7 +91,7 @@ SLOWEST = (  # more than four seconds each; they begin first, so that the worker
     "nbs/api/investigation/00_opening.ipynb",
     "nbs/api/cases/21_states.ipynb",
     "nbs/howto/beside_your_tracker.ipynb",
-    "nbs/api/replay/13_step_facts.ipynb",
+    "nbs/api/replay/12_retrace.ipynb",
     "nbs/api/probe/08_hf.ipynb",
     "nbs/api/replay/15_setup_file.ipynb",
     "nbs/explain/spike_rules.ipynb",

@@ -10,7 +10,6 @@ import pytest
 import xarray as xr
 
 from stabilitylab.detect.diagnose import finish
-from stabilitylab.detect.events import find_logged_crashes
 from stabilitylab.detect.experts import find_expert_collapse
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.attention import (
@@ -58,7 +57,7 @@ from stabilitylab.detect.relations import (
     resume_spikes,
     warnings_before,
 )
-from stabilitylab.detect.restarts import split_runs
+from stabilitylab.detect.restarts import find_logged_crashes, split_runs
 from stabilitylab.detect.rollbacks import _rates
 from stabilitylab.detect.settings import changes_and_events, find_setting_effects, loss_after_jump, warmup_end
 from stabilitylab.detect.severity import lower_severity

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stabilitylab.cases.registry import sample
-from stabilitylab.mcp.answers import answer
+from stabilitylab.mcp.reading import answer
 from stabilitylab.mcp.server import TOOLS, Tools
 from stabilitylab.mcp.trial_job import TrialJob
 from stabilitylab.names.errors import InputError

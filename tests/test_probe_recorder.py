@@ -826,7 +826,7 @@ def test_a_new_environment_is_told(tmp_path, monkeypatch):
 
 
 def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
-    from stabilitylab.probe.blackbox import set_rng_state
+    from stabilitylab.numerics.modes import set_rng_state
 
     torch.manual_seed(0)
     config = ModelConfig.plain(d_model=32, n_layer=2, seq=16, dropout=0.2)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from stabilitylab.read.freetext import named_numbers, prefilter
+from stabilitylab.read.freetext import named_numbers, words
 from stabilitylab.read.freetext.steps import StepCounter, nearest_steps
 from stabilitylab.read.shapes import Piece
 from stabilitylab.read.text import EVENT_WORDS, NUMBERED_EVENT_WORDS
@@ -40,10 +40,10 @@ def test_numbers_and_stamps():
 
 
 def test_every_word_of_an_event_is_found_where_it_stands():
-    needles = frozenset(word for words in EVENT_WORDS + NUMBERED_EVENT_WORDS for word in words)
+    needles = frozenset(word for row in EVENT_WORDS + NUMBERED_EVENT_WORDS for word in row)
     for text in texts(1, 300, 400):
         piece = Piece(text)
-        found = prefilter._find_all(piece, needles)
+        found = words._find_all(piece, needles)
         for needle in needles:
             places = [match.start() for match in re.finditer(re.escape(needle), piece.buf.tobytes())]
             assert sorted(found[needle].tolist()) == places, (needle, text)
@@ -55,7 +55,7 @@ def test_a_selection_holds_the_lines_that_are_marked():
         piece = Piece(text)
         mask = np.array([chance.random() < 0.4 for _ in piece.start], bool)
         if mask.any():
-            part = prefilter._select(piece, mask)
+            part = words._select(piece, mask)
             lines = [part.line(i) for i in range(len(part.start))]
             assert lines == [piece.line(i) for i in np.flatnonzero(mask)]
 

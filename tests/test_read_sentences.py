@@ -10,8 +10,7 @@ import pytest
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.freetext.lines import parse_any_line
 from stabilitylab.read.freetext.named_numbers import mask_timestamps, named_numbers
-from stabilitylab.read.freetext.prefilter import candidate_lines
-from stabilitylab.read.freetext.words import is_evaluation, meaning
+from stabilitylab.read.freetext.words import candidate_lines, is_evaluation, meaning
 from stabilitylab.read.runs import read_log
 from stabilitylab.read.scan import Scan
 from stabilitylab.read.shapes import Piece

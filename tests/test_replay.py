@@ -12,12 +12,11 @@ from torch.nn import functional as F
 from stabilitylab.cases.registry import sample
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.parts import ModelConfig
-from stabilitylab.numerics.pytree import is_same
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import PRECISIONS, compare_precision
 from stabilitylab.replay.examine import _before_onset, controls, examine
-from stabilitylab.replay.resume import rerun_verdict, resume_check
+from stabilitylab.replay.resume import is_same, rerun_verdict, resume_check
 from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay

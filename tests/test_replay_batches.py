@@ -21,7 +21,6 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.pytree import (
     batch_form,
     container_kind,
-    is_same,
     loop_tensors,
     parts_of,
     restore_batch,
@@ -31,6 +30,7 @@ from stabilitylab.probe.draft.loop_values import can_keep
 from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import blame
+from stabilitylab.replay.resume import is_same
 from stabilitylab.replay.samples import count_samples, one_sample
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps

@@ -390,13 +390,13 @@ def test_no_verdict_on_top_of_another_step(path, tmp_path):
 
 
 def test_a_rounding_of_another_processor_is_let_pass_and_nothing_larger(path, monkeypatch):
-    from stabilitylab.replay import step_facts
+    from stabilitylab.replay import retrace
 
     def elsewhere(size):
         return replace(SETUP, loss=lambda model, part: mean_loss(model, part) * (1 + size))
 
     assert check_setup(path, 3, elsewhere(1e-4)).fault != "rounding"  # on the same machine it is a fault
-    monkeypatch.setattr(step_facts, "environment", lambda: {"cpu": "another", "version_torch": "0"})
+    monkeypatch.setattr(retrace, "environment", lambda: {"cpu": "another", "version_torch": "0"})
     check = check_setup(path, 3, elsewhere(1e-4))
     assert check.fault == "rounding" and check.is_step and "cpu" in check.words and not check.is_exact
     assert not check_setup(path, 3, elsewhere(2e-2)).is_step

@@ -29,9 +29,8 @@ from stabilitylab.fixes.training import Training
 from stabilitylab.investigation import plan
 from stabilitylab.knowledge.remedies import REMEDIES_SHOWN, choose_remedies
 from stabilitylab.names.errors import InputError
-from stabilitylab.numerics.modes import flushes_denormals
+from stabilitylab.numerics.modes import flushes_denormals, rng_state
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
-from stabilitylab.probe.blackbox import rng_state
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.examine import controls
 from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, _regimes

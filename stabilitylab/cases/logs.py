@@ -6,10 +6,10 @@
 __all__ = ['RECORDS', 'FIRST', 'LOG_CASES', 'Log', 'onset_of', 'write_log_case', 'log_case']
 
 # %% ../../nbs/api/cases/20_logs.ipynb #7c6c4fea
-import functools
 import json
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +63,6 @@ def _log(columns: dict, **changed: np.ndarray) -> Log:
     return Log(columns | changed, np.arange(RECORDS))
 
 
-def _resumed(columns: dict, at: int) -> Log:
-    "A run that stopped at a record and was resumed a hundred steps before; as many records as before."
-    i = np.arange(RECORDS)
-    step = np.where(i < at, i, i - 100)
-    return Log(columns | {"lr": columns["lr"][step]}, step)
-
-
 def _from(t: np.ndarray, change: np.ndarray | float) -> np.ndarray:
     "A change that is there from the onset on."
     return np.where(t >= 0, change, 0.0)
@@ -121,23 +114,22 @@ def _plateau(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
 
 
 def _restart(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
-    "A run that was resumed 100 steps before its end."
-    return _resumed(columns, int(np.flatnonzero(t == 0)[0]) + 100)
+    "A run that stopped 100 steps after the onset and was resumed there; as many records as before."
+    i = np.arange(RECORDS)
+    step = np.where(t < 100, i, i - 100)
+    return Log(columns | {"lr": columns["lr"][step]}, step)
 
 
 def _resume_spike(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A loss that is higher for tens of steps right after a restart."
-    at = int(np.flatnonzero(t == 0)[0]) + 100
-    since = np.arange(RECORDS) - at
-    bump = _from(since, 0.6 * np.exp(-np.abs(since) / 12))
-    return _resumed(columns | {"loss": columns["loss"] + bump}, at)
+    bump = _from(t - 100, 0.6 * np.exp(-np.abs(t - 100) / 12))
+    return _restart(columns | {"loss": columns["loss"] + bump}, t, rng)
 
 
 def _other_settings(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A run that was resumed with half the learning rate."
-    at = int(np.flatnonzero(t == 0)[0]) + 100
-    log = _resumed(columns, at)
-    halved = log.columns["lr"] * np.where(np.arange(RECORDS) < at, 1.0, 0.5)
+    log = _restart(columns, t, rng)
+    halved = log.columns["lr"] * np.where(t < 100, 1.0, 0.5)
     return Log(log.columns | {"lr": halved}, log.step)
 
 # %% ../../nbs/api/cases/20_logs.ipynb #0c3200e2
@@ -152,10 +144,11 @@ def _scale_collapse(columns: dict, t: np.ndarray, rng: np.random.Generator) -> L
     return _log(columns, loss_scale=np.exp2(16 - np.where(t >= 0, halvings, 0)))
 
 
-def _grad_norm(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
-    "Three steps with a gradient norm a thousand times the usual one, which the clipped loss does not feel."
-    factor = np.where((t >= 0) & (t < 3), 1000.0, 1.0)
-    return _log(columns, grad_norm=columns["grad_norm"] * factor)
+def _peak(
+    columns: dict, t: np.ndarray, rng: np.random.Generator, series: str, factor: float, steps: int
+) -> Log:
+    "Some steps at which a series is a multiple of the usual; the loss does not feel it."
+    return _log(columns, **{series: columns[series] * np.where((t >= 0) & (t < steps), factor, 1.0)})
 
 
 def _growth(columns: dict, t: np.ndarray, rng: np.random.Generator, series: str = "grad_norm") -> Log:
@@ -215,11 +208,6 @@ def _leak(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     return _log(columns, loss=loss, val_loss=np.ma.array(loss, mask=columns["val_loss"].mask))
 
 # %% ../../nbs/api/cases/20_logs.ipynb #61157cc4
-def _throughput(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
-    "Steps that take three times as long for two hundred steps."
-    return _log(columns, step_time=columns["step_time"] * np.where((t >= 0) & (t < 200), 3.0, 1.0))
-
-
 def _creeping_steps(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "Steps that take a little longer each time, three times as long at the end."
     return _log(columns, step_time=columns["step_time"] * (1 + 2 * np.arange(RECORDS) / RECORDS))
@@ -263,19 +251,22 @@ def _lengths(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
 
 # %% ../../nbs/api/cases/20_logs.ipynb #po000002
 def _policy(
-    columns: dict, t: np.ndarray, rng: np.random.Generator, before: float, after: float, **series: tuple
+    columns: dict, t: np.ndarray, rng: np.random.Generator, reward: tuple[float, float], series: dict
 ) -> Log:
     "The log of a policy: a reward that goes from one level to another, and series with a value for each."
     columns = {"loss": rng.normal(0, 0.01, RECORDS), "grad_norm": columns["grad_norm"], "lr": columns["lr"]}
+    before, after = reward
     level = np.where(t >= 0, after, before * (1 - np.exp(-np.arange(RECORDS) / 150)))
     changed = {name: np.where(t >= 0, new, old) for name, (old, new) in series.items()}
     noisy = {name: value * np.exp(rng.normal(0, 0.05, RECORDS)) for name, value in changed.items()}
     return _log(columns, reward=level + rng.normal(0, 0.02, RECORDS), **noisy)
 
 
-def _jump_of_kl(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+def _jump_of_kl(
+    columns: dict, t: np.ndarray, rng: np.random.Generator, reward: tuple[float, float], series: dict
+) -> Log:
     "An update after which the policy has lost its reward."
-    log = _policy(columns, t, rng, 0.8, 0.1, kl=(0.01, 0.01))
+    log = _policy(columns, t, rng, reward, series)
     return _log(log.columns, kl=np.where(t == 0, 4.0, log.columns["kl"]))
 
 # %% ../../nbs/api/cases/20_logs.ipynb #948ca0e2
@@ -298,60 +289,38 @@ def _printed(columns: dict, records: int) -> list[str]:
 
 def _crash(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A process that dies for want of memory."
-    lines = _printed(columns, int(np.flatnonzero(t == 0)[0]) + 1)
+    lines = _printed(columns, int(-t[0]) + 1)
     return Log(columns, np.arange(RECORDS), "\n".join(lines) + "\n" + _TRACEBACK)
 
 
 def _hardware(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A message of the graphics card between two steps."
     lines = _printed(columns, RECORDS)
-    lines.insert(int(np.flatnonzero(t == 0)[0]) + 1, _XID)
+    lines.insert(int(-t[0]) + 1, _XID)
     return Log(columns, np.arange(RECORDS), "\n".join(lines) + "\n")
 
-# %% ../../nbs/api/cases/20_logs.ipynb #02d0fcb0
-_NOTES = ("loss_spike", "not_learning")  # of a loss that is noise around zero
-
 # %% ../../nbs/api/cases/20_logs.ipynb #77e2b482
-_POLICY_PLANTS: dict[str, tuple] = {  # reinforcement learning, as `_PLANTS`
-    "policy repeats itself": (
-        "policy_entropy_collapse",
-        functools.partial(_policy, before=0.0, after=0.0, entropy=(0.6, 0.02)),
-        {"also": _NOTES},
-    ),
-    "policy at random": (
-        "policy_entropy_rise",
-        functools.partial(_policy, before=0.6, after=0.0, entropy=(0.4, 6.0)),
-        {"also": ("reward_collapse", *_NOTES)},
-    ),
-    "policy jumps": ("policy_step_too_large", _jump_of_kl, {"also": ("reward_collapse", *_NOTES)}),
-    "reward lost": (
-        "reward_collapse",
-        functools.partial(_policy, before=0.8, after=0.1, kl=(0.01, 0.01)),
-        {"also": _NOTES},
-    ),
-    "answers alike": (
-        "zero_advantage",
-        functools.partial(_policy, before=0.0, after=0.0, frac_reward_zero_std=(0.3, 0.95)),
-        {"also": _NOTES},
-    ),
-    "answers cut": (
-        "answers_cut",
-        functools.partial(_policy, before=0.5, after=0.1, completions_clipped_ratio=(0.1, 0.9)),
-        {"also": ("reward_collapse", *_NOTES)},
-    ),
+_MILD = ("loss_spike", "not_learning")  # of a loss that is noise around zero
+_LOST = ("reward_collapse", *_MILD)
+# of reinforcement learning:
+# name -> (kind, plant, reward before and after, series -> value before and after, other findings)
+_POLICIES: dict[str, tuple] = {
+    "policy repeats itself": ("policy_entropy_collapse", _policy, (0, 0), {"entropy": (0.6, 0.02)}, _MILD),
+    "policy at random": ("policy_entropy_rise", _policy, (0.6, 0.0), {"entropy": (0.4, 6.0)}, _LOST),
+    "policy jumps": ("policy_step_too_large", _jump_of_kl, (0.8, 0.1), {"kl": (0.01, 0.01)}, _LOST),
+    "reward lost": ("reward_collapse", _policy, (0.8, 0.1), {"kl": (0.01, 0.01)}, _MILD),
+    "answers alike": ("zero_advantage", _policy, (0, 0), {"frac_reward_zero_std": (0.3, 0.95)}, _MILD),
+    "answers cut": ("answers_cut", _policy, (0.5, 0.1), {"completions_clipped_ratio": (0.1, 0.9)}, _LOST),
 }
 
 # %% ../../nbs/api/cases/20_logs.ipynb #49b7f5e2
+_GROWN = {"also": ("divergence", "loss_spike"), "early": 30, "late": 30}
 _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields of the Case)
     "healthy log": ("", lambda columns, t, rng: _log(columns), {"onset": None}),
     "bad batch": ("loss_spike", _spike, {"also": ("grad_norm_explosion",)}),
     "drifts away": ("divergence", _divergence, {"late": 60}),
     "rate still rises": ("lr_too_high", _lr_too_high, {"also": ("divergence", "loss_spike"), "late": 60}),
-    "rate jumps": (
-        "lr_jump",
-        _lr_jump,
-        {"also": ("divergence", "loss_spike", "lr_too_high", "slow_rise")},
-    ),
+    "rate jumps": ("lr_jump", _lr_jump, {"also": ("divergence", "loss_spike", "lr_too_high", "slow_rise")}),
     "memory grows": ("memory_growth", _memory, {"onset": None}),
     "steps creep": ("throughput_drop", _creeping_steps, {"onset": None}),
     "waits for data": ("data_stall", _data_stall, {"also": ("throughput_drop",), "late": 30}),
@@ -363,35 +332,26 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
     "resumed otherwise": ("environment_change", _other_settings, {"also": ("restart",)}),
     "bf16 loss": ("quantized_loss", _quantized, {"onset": None}),
     "loss scale halves": ("loss_scale_collapse", _scale_collapse, {}),
-    "norm explodes": ("grad_norm_explosion", _grad_norm, {}),
-    "norm grows": (
-        "grad_norm_explosion",
-        _growth,
-        {"also": ("divergence", "loss_spike"), "early": 30, "late": 30},
-    ),
-    "activations grow": (
-        "activation_explosion",
-        functools.partial(_growth, series="activation_norm"),
-        {"also": ("divergence", "loss_spike"), "early": 30, "late": 30},
-    ),
-    "one dataset spikes": ("loss_spike", functools.partial(_one_dataset, fault="spikes"), {}),
-    "one dataset stands still": (
-        "plateau",
-        functools.partial(_one_dataset, fault="stands still"),
-        {"onset": None},
-    ),
+    "norm explodes": ("grad_norm_explosion", partial(_peak, series="grad_norm", factor=1000, steps=3), {}),
+    "norm grows": ("grad_norm_explosion", _growth, _GROWN),
+    "activations grow": ("activation_explosion", partial(_growth, series="activation_norm"), _GROWN),
+    "one dataset spikes": ("loss_spike", partial(_one_dataset, fault="spikes"), {}),
+    "one dataset stands still": ("plateau", partial(_one_dataset, fault="stands still"), {"onset": None}),
     "logits collapse": ("z_loss_collapse", _z_loss, {"also": ("loss_spike",)}),
     "slow hill": ("slow_rise", _slow_rise, {"early": 50, "late": 150}),
     "other data": ("level_shift", _level_shift, {"also": ("divergence", "loss_spike"), "late": 75}),
     "memorised": ("overfitting", _overfitting, {"early": 150, "late": 150}),
     "uniform guess": ("not_learning", _not_learning, {"onset": None}),
     "answer in the input": ("leak_suspected", _leak, {"onset": None}),
-    "slow steps": ("throughput_drop", _throughput, {"early": 20}),
+    "slow steps": ("throughput_drop", partial(_peak, series="step_time", factor=3, steps=200), {"early": 20}),
     "logged logits": ("attention_logit_growth", _attention_logits, {}),
     "log Z drifts": ("output_logit_drift", _output_logits, {}),
     "logged entropy": ("attention_entropy_collapse", _entropy, {}),
     "lengths show": ("length_bias", _lengths, {"onset": None}),
-    **_POLICY_PLANTS,
+    **{
+        name: (kind, partial(plant, reward=reward, series=series), {"also": also})
+        for name, (kind, plant, reward, series, also) in _POLICIES.items()
+    },
     "out of memory": ("crash", _crash, {}),
     "row remapped": ("hardware_error", _hardware, {}),
 }
@@ -434,6 +394,6 @@ def log_case(
 
 
 LOG_CASES = {  # name -> Case
-    name: Case(kind, "written log", functools.partial(log_case, name), **{"onset": onset_of} | truth)
+    name: Case(kind, "written log", partial(log_case, name), **{"onset": onset_of} | truth)
     for name, (kind, _, truth) in _PLANTS.items()
 }

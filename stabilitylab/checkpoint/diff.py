@@ -7,11 +7,15 @@ __all__ = ['unwrapped_name', 'diff_checkpoints']
 
 # %% ../../nbs/api/checkpoint/08_diff.ipynb #33d51571
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from .open import open_checkpoint, optimizer_names
 from .scan import real_values, with_bar
@@ -140,6 +144,98 @@ def _matched_names(
         if len(names) == 1 and len(partners) == 1:
             pairs[names[0]] = partners[0]
     return {name: pairs[name] for name in a if name in pairs}
+
+# %% ../../nbs/api/checkpoint/08_diff.ipynb #efad9818
+def whole_tensor(
+    x: torch.Tensor,  # of a model, or one rank's part of it
+    shape: torch.Size,  # of the whole
+) -> torch.Tensor | None:  # None where it has another shape
+    "A tensor of the whole model, in float64."
+    x = x.detach()
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    if x.shape != shape and x.ndim == len(shape) and dist.is_initialized():
+        sides = [i for i, (part, full) in enumerate(zip(x.shape, shape, strict=True)) if part != full]
+        if len(sides) == 1 and x.shape[sides[0]] * dist.get_world_size() == shape[sides[0]]:
+            parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, x.contiguous())
+            x = torch.cat(parts, dim=sides[0])
+    if x.shape != shape:
+        return None
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def relative_error(
+    reference: torch.Tensor,  # of any shape, float64 or complex128
+    other: torch.Tensor,  # of the same shape
+) -> float:  # >= 0
+    "The largest error of a row over the RMS norm of all rows; inf where one is not finite and the other is."
+    width = reference.shape[-1] if reference.ndim else 1
+    x, y = reference.reshape(-1, max(width, 1)), other.reshape(-1, max(width, 1))
+    same = (x == y) | (x.isnan() & y.isnan())
+    error = torch.where(same, 0.0, (y - x).abs())
+    if not error.isfinite().all():
+        return np.inf
+    size = torch.where(x.isfinite(), x.abs(), 0.0).norm() / max(len(x), 1) ** 0.5
+    largest = float(error.norm(dim=-1).max()) if error.numel() else 0.0
+    if size > 0:
+        return largest / float(size)
+    return np.inf if largest else 0.0
+
+# %% ../../nbs/api/checkpoint/08_diff.ipynb #3c8319eb
+def _parameter_difference(x: torch.Tensor, y: torch.Tensor) -> str:
+    "How a parameter of the second differs from that of the first, '' where it does not beyond rounding."
+    is_same = partial(torch.allclose, rtol=max(torch.finfo(t.dtype).eps / 2 for t in (x, y)), atol=0)
+    first, second = x.detach().double(), whole_tensor(y, x.shape)
+    turned = whole_tensor(y, x.mT.shape) if x.ndim == 2 else None
+    if second is not None and is_same(first, second, equal_nan=True):
+        return ""
+    if turned is not None and is_same(first.mT, turned):
+        return "transposed"
+    if second is None:
+        return f"shape {tuple(y.shape)} instead of {tuple(x.shape)}"
+    return f"other values, at a relative distance of {relative_error(first.flatten(), second.flatten()):.2g}"
+
+# %% ../../nbs/api/checkpoint/08_diff.ipynb #97d7e31b
+_PLAIN = (bool, int, float, str)  # kinds of attributes that are settings
+
+
+def _by_module(model: nn.Module, rename: Callable) -> dict[str, tuple[dict, dict]]:
+    "Name in the reference -> (parameters, settings) of the module itself."
+    rows: dict[str, tuple[dict, dict]] = {}
+    for name, module in model.named_modules():
+        own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and not k.startswith("_")}
+        own.pop("training", None)
+        parameters = dict(module.named_parameters(recurse=False))
+        rows.setdefault(rename(unwrapped_name(name)), (parameters, own))
+    return rows
+
+
+def _difference(first: object, second: object) -> str:
+    "How the second of two parameters or settings differs, '' where it does not."
+    if torch.is_tensor(first) and torch.is_tensor(second):
+        return _parameter_difference(first, second)
+    if first is None or second is None:
+        owner = "second" if first is None else "first"
+        return "" if first is second else f"only in the {owner}"
+    return "" if first == second else f"{second} instead of {first}"
+
+
+def model_differences(
+    a: nn.Module,  # the first implementation
+    b: nn.Module,  # the second one
+    rename: Callable[[str], str],  # module name in `b` -> module name in `a`
+) -> dict[str, str]:  # of modules that both have
+    "Parameter or setting -> how the second implementation differs in it."
+    in_a, in_b = _by_module(a, str), _by_module(b, rename)
+    differences: dict[str, str] = {}
+    for module in (name for name in in_a if name in in_b):
+        (parameters, settings), (others, other_settings) = in_a[module], in_b[module]
+        pairs = {name: (parameters.get(name), others.get(name)) for name in parameters | others}
+        both = (name for name in settings if name in other_settings)
+        pairs |= {name: (settings[name], other_settings[name]) for name in both}
+        texts = {f"{module}.{name}".lstrip("."): _difference(*pair) for name, pair in pairs.items()}
+        differences |= {name: text for name, text in texts.items() if text}
+    return differences
 
 # %% ../../nbs/api/checkpoint/08_diff.ipynb #cee4bb64
 _COLUMNS = ["tensor", "change", "max_change", "median_ulps", "unchanged", "nonfinite", "became_nonfinite"]

@@ -109,20 +109,12 @@ class _StoredValues:
         if isinstance(value, UnreadableTensor):
             self.left_out[name] = value.reason
         elif isinstance(array := getattr(value, "value", value), np.ndarray):
-            self.take_array(array, name)
+            try:
+                self.tensors[name] = in_memory(name, torch.from_numpy(array))
+            except TypeError:
+                self.left_out[name] = f"torch has no type for {array.dtype}"
         elif isinstance(value, int | float | complex | str) and len(self.extra) < _MAX_SCALARS:
             self.extra[name] = value
-
-    def take_array(
-        self,
-        array: np.ndarray,  # of any shape and type
-        name: str,  # dotted path to it
-    ) -> None:
-        "An array of NumPy that stood in the pickle."
-        try:
-            self.tensors[name] = in_memory(name, torch.from_numpy(array))
-        except TypeError:
-            self.left_out[name] = f"torch has no type for {array.dtype}"
 
     def setting(
         self,
@@ -242,11 +234,6 @@ def _entries(path: Path, size: int, file: FileSlice) -> dict:
         )
     return entries
 
-
-def _check_order(path: Path, order: bytes) -> None:
-    if order.strip() != b"little":
-        raise InputError(f"`{path}` has byte order {printable(order[:20])}; allowed: little")
-
 # %% ../../nbs/api/checkpoint/03_torch_files.ipynb #76e9353d
 def _has_checksums(archive: "_Entries", file: FileSlice, name: str) -> bool:
     "Whether the entries have their CRC-32: `torch.serialization.set_crc32_options(False)` writes none."
@@ -279,7 +266,9 @@ class _Entries:
             self.has_checksums = _has_checksums(self, file, name)
             self.pickle = read_pickle(self.read(file, name), str(path))
             if f"{self.root}byteorder" in self.entries:
-                _check_order(self.path, self.read(file, f"{self.root}byteorder"))
+                order = self.read(file, f"{self.root}byteorder")
+                if order.strip() != b"little":
+                    raise InputError(f"`{path}` has byte order {printable(order[:20])}; allowed: little")
             storages = self.pickle.storages
             self.ranges = {key: self._range(file, f"{self.root}data/{key}") for key in storages}
             # an entry of a zip archive takes a kilobyte, and every tensor holds this object

@@ -26,7 +26,7 @@ from ..run.scalars import series, series_names
 # %% ../../nbs/api/detect/90_diagnose.ipynb #ba861a07
 # 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
 _OF_SERIES = [
-    "events:find_logged_crashes",
+    "restarts:find_logged_crashes",
     "non_finite:find_non_finite",
     "restarts:find_resumed_segments",
     "restarts:find_broken_resume",
@@ -61,7 +61,7 @@ _OF_SERIES = [
     "skipping:find_skip_rate",
     "metrics:find_z_loss_collapse",
     "metrics:find_quantized_loss",
-    "events:find_hardware_errors",
+    "restarts:find_hardware_errors",
     "metrics:find_length_bias",
     "policy:find_policy_entropy",
     "policy:find_large_policy_steps",

@@ -67,12 +67,8 @@ def _filled(words: str, facts: Mapping, at: int | None) -> str:
     "Words with the measures in their holes."
     values = {name: value for name, (value, _) in facts.items()}
     jump = facts.get("loss_jump", (0, None))[1]
-    derived = {
-        "at": "the start" if at is None else f"{at:,}",
-        "jump_at": jump,
-        "ordinary": _ordinary_words(facts),
-    }
-    return words.format(**values | derived)
+    step = "the start" if at is None else f"{at:,}"
+    return words.format(**values | {"at": step, "jump_at": jump, "ordinary": _ordinary_words(facts)})
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #6a5cf16a
 def _candidate(row: dict, facts: Mapping) -> Cause | None:
@@ -123,13 +119,8 @@ def find_recorded_faults(
     findings: list[Finding] = []
     for row in _FAULTS:
         # a fault is a fact of the record: nothing is weighed for or against it
-        own = {
-            "need": row.get("fact", row["need"]),
-            "at": row.get("dated", row["at"]),
-            "for": (),
-            "against": (),
-        }
-        fault = _candidate(row | own | {"cause": ""}, facts)
+        own = {"need": row.get("fact", row["need"]), "at": row.get("dated", row["at"])}
+        fault = _candidate({**row, **own, "for": (), "against": (), "cause": ""}, facts)
         if fault is None or any(f.kind == row["kind"] for f in findings):
             continue
         followed = {} if fault.step is None else _symptom(fault.step, facts)

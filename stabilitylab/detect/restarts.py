@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/api/detect/03_restarts.ipynb #4c022b9e
+import re
 from itertools import combinations
 
 import numpy as np
@@ -13,6 +14,7 @@ import xarray as xr
 
 from .findings import Finding, evidence_words
 from .limits import count_limit, limit
+from ..knowledge.symptoms import explain_crash, xid_row
 from ..run.curves import Curve, group_of, loss_curve, rolled_back_at, scalars_of, step_interval
 from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names
@@ -264,4 +266,127 @@ def find_other_environments(
         ]
         evidence = {"names": [a, b], "changed": ", ".join(texts), "keys": keys}
         findings.append(Finding("environment_change", "info", evidence=evidence))
+    return findings
+
+# %% ../../nbs/api/detect/03_restarts.ipynb #b8d1569b
+_CRASH_FIELDS = (
+    "cause",
+    "name",
+    "message",
+    "rank",
+    "followed",
+    "time",
+    "then",
+    "outside",
+    "attempts",
+    "where",
+    "late",
+)  # fields that evidence repeats
+
+
+_LONGEST = 300  # characters of a message that are kept
+_XID = re.compile(r"Xid(?: \([^)]*\):)? (\d+)")  # in the words of a reader, or of the kernel
+
+
+def _vendor_word(message: str) -> dict[str, object]:
+    "What NVIDIA says of the Xid in a message; {} where there is none."
+    number = _XID.search(message)
+    if number is None:
+        return {}
+    row = xid_row(int(number[1]))
+    details = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
+    return {"xid": int(number[1]), **details}
+
+
+def _is_said(text: str, messages: list[str]) -> bool:
+    "Whether a message of the driver, in the words of a reader, stands in one of these lines."
+    number, device = re.findall(r"Xid (\d+) on ([^ ]+?):? ", text + " ")[0] if " on " in text else ("", "")
+    return any(f"Xid ({device}): {number}" in message for message in messages)
+
+# %% ../../nbs/api/detect/03_restarts.ipynb #f6316c2e
+def _remedies(advice: dict) -> tuple[dict, ...]:
+    "What to do about a crash, as remedies are told."
+    common = {"source": advice["source"], "reported": "unclear", "kinds": ["crash"], "fits": []}
+    empty = {
+        "what": "practice",
+        "topic": "crash",
+        "knobs": [],
+        "note": "",
+        "ours": "",
+        "evidence": "documented",
+    }
+    return tuple(common | empty | {"id": f"crash-{i}", "name": name} for i, name in enumerate(advice["next"]))
+
+
+def find_logged_crashes(
+    run: xr.DataTree,  # a record; attribute `crashes` has what its logs say of deaths
+) -> list[Finding]:  # the end of the run, and one finding for the attempts before it
+    "Why the process died, where a log tells it."
+    findings = []
+    for crash in run.attrs.get("crashes") or ():
+        is_error = crash["died"] and not crash["outside"]
+        evidence = {name: crash[name] for name in _CRASH_FIELDS if crash.get(name) not in (None, "", [])}
+        evidence["message"] = crash["message"][:_LONGEST]
+        evidence["followed"] = crash["followed"] or None
+        evidence["then"] = "; ".join(crash["then"])
+        evidence |= _vendor_word(crash["message"])
+        evidence["ended"] = "outside" if crash["outside"] and crash["died"] else crash["died"]
+        advice = explain_crash(crash)
+        evidence |= {name: advice[name] for name in ("failure", "why", "next")}
+        severity = "error" if is_error else "info"
+        remedies = _remedies(advice) if crash["died"] else ()
+        findings.append(Finding("crash", severity, crash["step"], evidence=evidence, remedies=remedies))
+    return findings
+
+# %% ../../nbs/api/detect/03_restarts.ipynb #30e67b77
+_HARD = ("CUDA error", "NCCL", "out of memory", "ECC", "Xid")  # words that tell an error of the machine
+
+
+def _names_the_machine(text: str) -> bool:
+    "Whether an error came from the machine rather than from the program."
+    return any(word in text for word in _HARD)
+
+
+def _message(events: xr.Dataset, at: int, count: int) -> Finding:
+    "One message of the machine, of `count` of its kind."
+    step = int(events.event_step.values[at])
+    message = str(events.event_text.values[at])[:_LONGEST]
+    return Finding(
+        "hardware_error",
+        "warning",
+        onset=None if step < 0 else step,
+        evidence={"message": message, "count": count} | _vendor_word(message),
+    )
+
+
+def _repeats(text: str, messages: list[str]) -> bool:
+    "Whether a line repeats one of these messages, as that of an attempt that failed."
+    return any(message and message.splitlines()[0][:60] in str(text) for message in messages)
+
+
+def find_hardware_errors(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # every Xid; of errors and signals the first that names the machine
+    "Hardware messages, signals and errors in the log."
+    events = group_of(run, "events")
+    if events is None:
+        return []
+    kind, text = events.event_kind.values, events.event_text.values
+    crashes = run.attrs.get("crashes") or ()
+    died_of = [crash["message"] for crash in crashes if crash["died"]]
+    # backwards, so that of equal lines the first one stays
+    lines = {
+        (int(events.event_step.values[at]), str(text[at])): at for at in np.flatnonzero(kind == "xid")[::-1]
+    }
+    xid = [at for at in sorted(lines.values()) if not _is_said(str(text[at]), died_of)]
+    findings = [_message(events, int(at), len(xid)) for at in xid[: count_limit("most_reported")]]
+    messages = [crash["message"] for crash in crashes]
+    # errors and signals of a process that died are part of its end
+    for name in () if died_of else ("error", "signal"):
+        # errors and signals come by the hundred once one rank is gone: the first stands for all
+        of_kind = np.flatnonzero(kind == name)
+        of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]
+        hard = [at for at in of_machine if not _repeats(text[at], messages)]
+        if hard:
+            findings.append(_message(events, int(hard[0]), len(hard)))
     return findings

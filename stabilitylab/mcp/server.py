@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Annotated, Any
 
-from .answers import allowed_path, answer, only
-from .reading import ReadingTools, Runs
+from .reading import ReadingTools, Runs, allowed_path, answer
 from .trial_job import TrialJob
+from ..names.encode import only
 from ..names.errors import InputError, MissingExtra, bad_input, require
 from ..report.terminal import run_json
 from ..trial.arm import arm_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..detect.findings import Findings
 from ..investigation.loop import Investigation, investigate
-from .answers import only
+from ..names.encode import only
 from ..run.recording import Recording
 from ..trial.arm import Arm, long_name
 

@@ -8,7 +8,7 @@ __all__ = ['plain', 'to_json', 'register_renderer', 'rendered_html']
 # %% ../../nbs/api/names/03_encode.ipynb #8ced8c5f
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date
 from importlib import import_module
@@ -79,6 +79,14 @@ def plain(
     if isinstance(opened, list):
         return [plain(inner, missing) for inner in opened]
     return plain(opened, missing)
+
+# %% ../../nbs/api/names/03_encode.ipynb #0a0b0c0d
+def only(
+    values: dict,  # of an answer
+    keys: Sequence[str],  # to be kept
+) -> dict:
+    "Those of the keys that are there, with their values."
+    return {key: values[key] for key in keys if key in values}
 
 # %% ../../nbs/api/names/03_encode.ipynb #778eff8e
 def to_json(

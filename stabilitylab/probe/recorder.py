@@ -22,7 +22,7 @@ import torch
 from ..names.errors import InputError
 from .blackbox import BlackBox, BoxLimits
 from .checks.vocabulary import fault_words, weight_faults
-from .draft.loop_values import KeptNetworks, values_of, with_loop_values
+from .draft.loop_values import KeptValues
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, warn_safely
 from .probes import Probes, step_scalars, take_step
@@ -76,16 +76,14 @@ class Recorder:
         self.autocast: torch.dtype | None = None
         self.trainer: Any = None
         self.share = 1
-        self.loop_values: dict[str, str] = {}  # values of the loop that its loss needs: name -> expression
+        self.loop_values = KeptValues()  # values of the loop that its loss needs
+        self.clock = StepClock()
         # the parts of a recording; None until it is entered
-        self.clock: Any = None
         self.probes: Any = None
         self.store: Any = None
         self.writer: Any = None
         self.at_exit: Any = None
         self.box: BlackBox | None = None  # also without snapshots
-        self.networks: KeptNetworks | None = None  # with the last batch
-        self.reached: set[str] = set()  # those of them through which the loss runs
         self.watch: WarningAction | None = None  # also where no warning is asked for
         self.reports: Reports | None = None  # also where nothing is reported
 
@@ -206,9 +204,8 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     modules, params = recorder.probes.modules.rows, recorder.probes.params.numbered
     only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
     attrs = attrs_of(params, rank.world)
-    store = recorder.store = open_store(
-        recorder.path, record_tables(modules, params, only_modules), attrs, rank
-    )
+    tables = record_tables(modules, params, only_modules)
+    store = recorder.store = open_store(recorder.path, tables, attrs, rank)
     parts = _Parts(store, guard, options.flush_seconds)
     make = partial(step_row, modules=modules, params=params, counts=is_spread, only_modules=only_modules)
     rows = StepRows(make, parts.pending, guard, partial(_pin, recorder))
@@ -323,9 +320,11 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
     values = ({} if loss is None else {"loss": loss}) | scalars
     # in that step only: the locals of a frame are copied, and stay until it ends
     if _is_first(recorder):
-        loop_values = [*values.values(), *frame.f_locals.values()]
-        look_at_loss(recorder, loop_values)
-        recorder.guard.attempt("the networks of the loss", None, _find_reached, recorder, loop_values)
+        all_values = [*values.values(), *frame.f_locals.values()]
+        look_at_loss(recorder, all_values)
+        model, find_reached = model_itself(recorder.model), recorder.loop_values.find_reached
+        recorder.guard.attempt("the networks of the loss", None, find_reached, model, all_values)
+        _after_backward(recorder)  # those of the first step are still as the loss saw them
         recorder.guard.attempt("an environment", None, note_environment, recorder.guard, frame)
         if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
             recorder.guard.note(COMPILED, aloud=False)
@@ -334,8 +333,7 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fc
 def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
     "A batch is there: what a replay needs of it is kept."
-    if recorder.clock is not None:
-        recorder.clock.see_batch()
+    recorder.clock.see_batch()
     if recorder.box is None:
         return
     if not recorder.is_drafted:
@@ -346,27 +344,16 @@ def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
 
 def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> None:
     "Keep a batch with the values of the loop that its loss needs."
-    names = {**frame.f_globals, **frame.f_locals} if recorder.loop_values else {}
-    values = values_of(recorder.loop_values, names)
-    box.batch(with_loop_values(batch, values), recorder.n, recorder.micro)
-    recorder.networks = KeptNetworks(values)
+    box.batch(recorder.loop_values.beside(batch, frame), recorder.n, recorder.micro)
 
 
 def _after_backward(recorder: Recorder) -> None:
     "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
-    if recorder.box is None or recorder.networks is None or not recorder.reached:
+    if recorder.box is None:
         return
-    changed = recorder.guard.attempt(_BOX, None, recorder.networks.take_changed) or {}
-    changed = {name: state for name, state in changed.items() if name in recorder.reached}
+    changed = recorder.guard.attempt(_BOX, None, recorder.loop_values.take_changed)
     if changed:
         recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
-
-
-def _find_reached(recorder: Recorder, values: list) -> None:
-    "Find the networks through which the loss runs; those of the first step are still as it saw them."
-    if recorder.networks is not None:
-        recorder.reached = recorder.networks.reached(model_itself(recorder.model), values)
-        _after_backward(recorder)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
 def _before_optimizer(recorder: Recorder) -> None:
@@ -396,7 +383,7 @@ def _pin(recorder: Recorder, step: int) -> None:
 def _hand_over(recorder: Recorder, values: dict[str, Any]) -> bool:
     "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
     guard, options, probes = recorder.guard, recorder.options, recorder.probes
-    if options.snapshot_every and not recorder.micro and recorder.n == options.first_step:
+    if options.snapshot_every and not recorder.micro and _is_first(recorder):
         guard.note(_NO_BATCH)
     passes, backward = probes.modules.passes, probes.backward
     elapsed, times = recorder.clock.end_step(passes.began_at, backward.began_at)

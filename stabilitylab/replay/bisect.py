@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from ..names.encode import plain
 from ..numerics.formats import number_format
-from ..probe.blackbox import rng_state, set_rng_state
+from ..numerics.modes import restored_rng
 from .compare_formats import leaf_modules, rounded_modules
 from .state import Batch, Snapshot
 from .step import norm_of
@@ -116,17 +116,12 @@ def _step_with(
 ) -> tuple[float, float]:
     "(loss, gradient norm) of the first micro-batch with some modules rounded."
     model.zero_grad(set_to_none=True)
-    outside = rng_state()
-    if batch.rng:
-        set_rng_state(batch.rng[0])
-    try:
-        with ExitStack() as stack:
-            for fmt, names in formats:
-                stack.enter_context(rounded_modules(model, names, fmt))
-            loss = snapshot.setup.loss(model, batch.parts[0])
-            loss.backward()
-    finally:
-        set_rng_state(outside)
+    with ExitStack() as stack:
+        stack.enter_context(restored_rng(batch.rng[0] if batch.rng else None))
+        for fmt, names in formats:
+            stack.enter_context(rounded_modules(model, names, fmt))
+        loss = snapshot.setup.loss(model, batch.parts[0])
+        loss.backward()
     return float(loss.detach()), norm_of(p.grad for p in model.parameters() if p.grad is not None)
 
 # %% ../../nbs/api/replay/05_bisect.ipynb #d2acee43

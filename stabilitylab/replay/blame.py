@@ -17,8 +17,8 @@ import torch
 
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
+from ..numerics.modes import restored_rng
 from ..numerics.pytree import batch_alone, map_tensors
-from ..probe.blackbox import rng_state, set_rng_state
 from stabilitylab.replay.samples import (
     ADDS_UP,
     Sample,
@@ -304,12 +304,11 @@ def ablate(
         raise bad_input("modules", bad[0], f"names of modules, such as {', '.join(names[:5])}")
     if how not in ("zero", "identity"):
         raise bad_input("how", how, "zero or identity")
-    outside, rows = rng_state(), {}
-    with torch.no_grad():
+    rows = {}
+    with restored_rng(), torch.no_grad():
         usual = float(loss_of(model, batch.parts[0]))
         for name in modules:
             with without(model, name, how):
                 loss = float(loss_of(model, batch.parts[0]))
             rows[name] = {"loss": loss, "change": loss - usual}
-    set_rng_state(outside)
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("module").sort_values("change")

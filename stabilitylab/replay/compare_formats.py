@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..names.errors import bad_input
 from ..numerics.formats import number_format, quantise
+from ..numerics.modes import restored_rng
 from ..numerics.pytree import map_tensors
-from ..probe.blackbox import rng_state, set_rng_state
 from .state import Batch, Snapshot
 from .step import norm_of
 
@@ -176,25 +176,21 @@ def _outputs(
         return (t.to(precision.weights) if t.is_floating_point() else t).to(device)
 
     model, _ = snapshot.build(device, precision.weights)
-    part, outside = map_tensors(there, batch.parts[0]), rng_state()
+    part = map_tensors(there, batch.parts[0])
     linear = [name for name, m in leaf_modules(model) if isinstance(m, nn.Linear)] if precision.linear else []
     autocast = torch.autocast(
         torch.device(device).type, precision.autocast, enabled=precision.autocast is not None
     )
-    try:
-        # the outputs are kept before they are rounded: the hooks of `_kept_outputs` are there first
-        with (
-            _kept_outputs(model) as outputs,
-            rounded_modules(model, linear, precision.linear or "bf16"),
-            _kernel(attention),
-        ):
-            if batch.rng:
-                set_rng_state(batch.rng[0])
-            with autocast:
-                loss = snapshot.setup.loss(model, part)
-            loss.backward()
-    finally:
-        set_rng_state(outside)
+    # the outputs are kept before they are rounded: the hooks of `_kept_outputs` are there first
+    with (
+        _kept_outputs(model) as outputs,
+        rounded_modules(model, linear, precision.linear or "bf16"),
+        _kernel(attention),
+        restored_rng(batch.rng[0] if batch.rng else None),
+    ):
+        with autocast:
+            loss = snapshot.setup.loss(model, part)
+        loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return _Outputs(float(loss.detach()), norm_of(grads), outputs)
 

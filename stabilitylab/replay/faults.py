@@ -21,20 +21,18 @@ from stabilitylab.replay.retrace import (
     ROUNDING,
     Meter,
     Retraced,
-    distance,
-    is_equal,
-    recorded_params,
-)
-from .snapshot import Walk
-from stabilitylab.replay.step_facts import (
     StepFacts,
     carried_state,
+    distance,
+    is_equal,
     other_setting,
     params_in_no_optimizer,
+    recorded_params,
     some_of,
     unread_keys,
     untied_params,
 )
+from .snapshot import Walk
 from stabilitylab.run.curves import (
     LATE_UPDATE,
     NOT_CLEARED,

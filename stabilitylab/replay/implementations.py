@@ -17,15 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.diff import unwrapped_name
+from ..checkpoint.diff import model_differences, relative_error, unwrapped_name, whole_tensor
 from ..names.encode import plain
 from ..names.errors import bad_input
-from ..numerics.modes import restored_modes
+from ..numerics.modes import unchanged
 from ..numerics.pytree import map_tensors
-from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.hooks import first_tensor
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #09fa212b
@@ -100,36 +98,6 @@ class _TensorHooks:
         self.visit(key, gradient, caller)
         return gradient
 
-# %% ../../nbs/api/replay/16_implementations.ipynb #efad9818
-def _gathered(x: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    "A tensor of the whole model, in float64; None where it has another shape."
-    x = x.detach()
-    x = x.full_tensor() if hasattr(x, "full_tensor") else x
-    if x.shape != shape and x.ndim == len(shape) and dist.is_initialized():
-        sides = [i for i, (part, full) in enumerate(zip(x.shape, shape, strict=True)) if part != full]
-        if len(sides) == 1 and x.shape[sides[0]] * dist.get_world_size() == shape[sides[0]]:
-            parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, x.contiguous())
-            x = torch.cat(parts, dim=sides[0])
-    if x.shape != shape:
-        return None
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _error(reference: torch.Tensor, other: torch.Tensor) -> float:
-    "The largest error of a row over the RMS norm of all rows; inf where one is not finite and the other is."
-    width = reference.shape[-1] if reference.ndim else 1
-    x, y = reference.reshape(-1, max(width, 1)), other.reshape(-1, max(width, 1))
-    same = (x == y) | (x.isnan() & y.isnan())
-    error = torch.where(same, 0.0, (y - x).abs())
-    if not error.isfinite().all():
-        return np.inf
-    size = torch.where(x.isfinite(), x.abs(), 0.0).norm() / max(len(x), 1) ** 0.5
-    largest = float(error.norm(dim=-1).max()) if error.numel() else 0.0
-    if size > 0:
-        return largest / float(size)
-    return np.inf if largest else 0.0
-
 # %% ../../nbs/api/replay/16_implementations.ipynb #37647106
 @dataclass
 class _StepTensors:
@@ -153,22 +121,6 @@ def _jittered(roundoff: Callable, generator: torch.Generator, key: _Key, x: torc
     noise = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return x * (1 + roundoff(key) * noise).to(x.device, x.dtype)
 
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    "Dropout off and no gradients yet; mode, gradients and random states are put back at the end."
-    rng, gradients = rng_state(), [(p, p.grad) for p in model.parameters()]
-    try:
-        with restored_modes(model):
-            model.eval()
-            for p in model.parameters():
-                p.grad = None
-            yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        set_rng_state(rng)
-
 # %% ../../nbs/api/replay/16_implementations.ipynb #3dc835e1
 def _run_step(
     model: nn.Module,
@@ -190,15 +142,17 @@ def _run_step(
         key = key._replace(module=rename(key.module))
         run.roundoff[key] = torch.finfo(x.dtype).eps / 2
         base = x if reference is None else reference.values.get(key)
-        gathered = None if base is None else _gathered(x, base.shape)
+        gathered = None if base is None else whole_tensor(x, base.shape)
         if gathered is None or base is None:
             return
         if reference is None:
             run.values[key], run.callers[key] = gathered, caller
         else:
-            run.errors[key] = _error(base, gathered)
+            run.errors[key] = relative_error(base, gathered)
 
-    with _without_dropout(model):
+    with unchanged(model):
+        model.eval()
+        model.zero_grad(set_to_none=True)
         hooks = _TensorHooks(model, visit, rounded)
         try:
             value = loss(model, batch)
@@ -215,18 +169,13 @@ def _run_step(
     return run
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #3568c222
-def _in_float64(model: nn.Module, batch: object) -> tuple[nn.Module, object]:
-    "A copy of the model and the batch in double precision."
-    exact = copy.deepcopy(model).double()
-    return exact, map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
-
-
 def _float64_reference(
     model: nn.Module, batch: object, loss: Callable
 ) -> tuple[_StepTensors, nn.Module, object]:
     "The first implementation in float64, or as it is where its kernels have no float64."
     try:
-        exact, exact_batch = _in_float64(model, batch)
+        exact = copy.deepcopy(model).double()
+        exact_batch = map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
         return _run_step(exact, exact_batch, loss, None, str), exact, exact_batch
     except (RuntimeError, TypeError, NotImplementedError):  # a kernel or a copy that does not exist
         return _run_step(model, batch, loss, None, str), model, batch
@@ -266,58 +215,6 @@ def _noise_floor(
             errors = _run_step(model, batch, loss, exact, str, jitter).errors
         floor = {key: max(value, errors.get(key, 0.0)) for key, value in floor.items()}
     return floor
-
-# %% ../../nbs/api/replay/16_implementations.ipynb #3c8319eb
-def _parameter_difference(x: torch.Tensor, y: torch.Tensor) -> str:
-    "How a parameter of the second differs from that of the first, '' where it does not beyond rounding."
-    is_same = partial(torch.allclose, rtol=max(torch.finfo(t.dtype).eps / 2 for t in (x, y)), atol=0)
-    first, second = x.detach().double(), _gathered(y, x.shape)
-    turned = _gathered(y, x.mT.shape) if x.ndim == 2 else None
-    if second is not None and is_same(first, second, equal_nan=True):
-        return ""
-    if turned is not None and is_same(first.mT, turned):
-        return "transposed"
-    if second is None:
-        return f"shape {tuple(y.shape)} instead of {tuple(x.shape)}"
-    return f"other values, at a relative distance of {_error(first.flatten(), second.flatten()):.2g}"
-
-# %% ../../nbs/api/replay/16_implementations.ipynb #97d7e31b
-_PLAIN = (bool, int, float, str)  # kinds of attributes that are settings
-
-
-def _by_module(model: nn.Module, rename: Callable) -> dict[str, tuple[dict, dict]]:
-    "Name in the reference -> (parameters, settings) of the module itself."
-    rows: dict[str, tuple[dict, dict]] = {}
-    for name, module in model.named_modules():
-        own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and not k.startswith("_")}
-        own.pop("training", None)
-        parameters = dict(module.named_parameters(recurse=False))
-        rows.setdefault(rename(unwrapped_name(name)), (parameters, own))
-    return rows
-
-
-def _difference(first: object, second: object) -> str:
-    "How the second of two parameters or settings differs, '' where it does not."
-    if torch.is_tensor(first) and torch.is_tensor(second):
-        return _parameter_difference(first, second)
-    if first is None or second is None:
-        owner = "second" if first is None else "first"
-        return "" if first is second else f"only in the {owner}"
-    return "" if first == second else f"{second} instead of {first}"
-
-
-def _setting_differences(a: nn.Module, b: nn.Module, rename: Callable) -> dict[str, str]:
-    "Parameter or setting -> how the second implementation differs in it, in the modules that both have."
-    in_a, in_b = _by_module(a, str), _by_module(b, rename)
-    differences: dict[str, str] = {}
-    for module in (name for name in in_a if name in in_b):
-        (parameters, settings), (others, other_settings) = in_a[module], in_b[module]
-        pairs = {name: (parameters.get(name), others.get(name)) for name in parameters | others}
-        both = (name for name in settings if name in other_settings)
-        pairs |= {name: (settings[name], other_settings[name]) for name in both}
-        texts = {f"{module}.{name}".lstrip("."): _difference(*pair) for name, pair in pairs.items()}
-        differences |= {name: text for name, text in texts.items() if text}
-    return differences
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #af609d5d
 _ROOT = "(model)"  # the name of the whole model, whose own code may differ
@@ -438,7 +335,7 @@ def compare_implementations(
     return ImplementationComparison(
         **_first_difference(next(beyond, None), second, floor, exact.callers),
         loss=(first.loss, second.loss),
-        differences=_setting_differences(model, other, rename),
+        differences=model_differences(model, other, rename),
         unmatched=tuple(sorted(unmatched)),
         modules=_table(order, second.errors, floor, factor),
     )

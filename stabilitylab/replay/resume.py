@@ -11,11 +11,42 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch.utils import _pytree
 
 from ..names.errors import bad_input
-from ..numerics.pytree import is_same
+from ..numerics.pytree import map_leaves
 from .state import Batch, Snapshot
 from .step import replay
+
+# %% ../../nbs/api/replay/07_resume.ipynb #852eeb0f
+def _by_place(nested: object) -> dict[str, object]:
+    "Every leaf by its path, in which a list and a tuple read alike."
+    leaves, _ = _pytree.tree_flatten_with_path(map_leaves(lambda leaf: leaf, nested))
+    return {_pytree.keystr(path): leaf for path, leaf in leaves}
+
+
+def is_same(
+    a: object,  # nested tensors and other values
+    b: object,  # another one; a list and a tuple with equal items are equal
+) -> bool:  # True if structure and leaves agree, tensors bit for bit
+    "Whether two nested batches or states are equal."
+    left, right = _by_place(a), _by_place(b)
+    return left.keys() == right.keys() and all(_equal(leaf, right[path]) for path, leaf in left.items())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    "The bytes of a tensor in one row."
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    "Whether two leaves are equal."
+    are_tensors = torch.is_tensor(a), torch.is_tensor(b)
+    if not all(are_tensors):
+        return not any(are_tensors) and a == b
+    # by their bytes: `torch.equal` says that a NaN is not the NaN that it was
+    is_alike = a.dtype == b.dtype and a.shape == b.shape
+    return is_alike and torch.equal(_bytes_of(a), _bytes_of(b))
 
 # %% ../../nbs/api/replay/07_resume.ipynb #87651ce7
 _EMBEDDINGS = ("embed", "wte", "wpe")  # parts of names of embeddings

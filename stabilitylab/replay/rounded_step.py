@@ -18,6 +18,7 @@ import torch
 
 from ..names.errors import InputError, bad_input
 from ..names.words import say
+from ..numerics.modes import restored_rng
 from ..numerics.pytree import map_tensors
 from ..numerics.rounding.attention_range import attention_inputs, scale_overflows
 from stabilitylab.numerics.rounding.loss_cast import (
@@ -27,7 +28,6 @@ from stabilitylab.numerics.rounding.loss_cast import (
     find_loss_cast,
     lost_updates,
 )
-from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch
@@ -215,15 +215,13 @@ def _attention(
 ) -> pd.DataFrame | None:  # one row per module; None where no attention is called
     "Whether the products of queries and keys fit fp16, in the step as it was trained."
     # in training mode: in evaluation PyTorch's encoder layers take a path of their own
-    model, outside = snapshot.build()[0], rng_state()
-    if batch.rng:
-        set_rng_state(batch.rng[0])
+    model, _ = snapshot.build()
     try:
-        return scale_overflows(attention_inputs(model, lambda: snapshot.setup.loss(model, batch.parts[0])))
+        with restored_rng(batch.rng[0] if batch.rng else None):
+            inputs = attention_inputs(model, lambda: snapshot.setup.loss(model, batch.parts[0]))
+        return scale_overflows(inputs)
     except InputError:  # a model that calls no attention
         return None
-    finally:
-        set_rng_state(outside)
 
 
 def _rate_share(recording: Recording, rate: float | None) -> float:

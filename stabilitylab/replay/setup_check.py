@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..names.encode import plain
-from ..probe.blackbox import checksums, rng_state, set_rng_state
+from ..numerics.modes import restored_rng
+from ..probe.blackbox import checksums
 from .device import kind_of, recorded_device
 from .faults import FAULTS, HARMLESS, fault_of
-from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
     EQUAL,
@@ -26,15 +26,17 @@ from stabilitylab.replay.retrace import (
     ROUNDING,
     Retrace,
     Retraced,
+    StepFacts,
     distance,
+    facts_of,
     is_equal,
     retrace,
     rounding_reach,
+    some_of,
 )
 from .snapshot import Walk
-from .state import OfPart, Setup, Snapshot
+from .state import OfPart, Setup, Snapshot, files_at
 from .step import noise_floor, replay
-from .step_facts import StepFacts, facts_of, some_of
 from ..run.curves import COMPILED, noted_at
 from ..run.recording import Recording, opened
 
@@ -284,11 +286,10 @@ def _with_dropout_of_cudnn(facts: StepFacts) -> list[str]:
 def _spread(facts: StepFacts) -> float:
     "How far the loss of the first step is apart for two seeds; 0 where it draws no random numbers."
     losses = []
-    outside = rng_state()
-    for seed in range(2):
-        torch.manual_seed(seed)
-        losses.append(replay(facts.way.start, facts.first, record=False, keep_rng=False).loss)
-    set_rng_state(outside)
+    with restored_rng():
+        for seed in range(2):
+            torch.manual_seed(seed)
+            losses.append(replay(facts.way.start, facts.first, record=False, keep_rng=False).loss)
     return abs(losses[0] - losses[1])
 
 

@@ -23,11 +23,10 @@ from ..names.files import write_atomic
 from ..probe.draft.setup_template import FILE, record_source
 from .device import AUTO, recorded_device, replay_device
 from .faults import clipping
-from .retrace import Retrace, retrace
+from .retrace import Retrace, changed_place, recorded_changes, retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch, load_snapshots
 from .state import Setup
-from .step_facts import changed_place, recorded_changes
 from .user_code import faults_in_one_line, load_setup
 from ..run.job import report_progress
 from ..run.recording import Recording, opened

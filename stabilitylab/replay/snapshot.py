@@ -15,24 +15,22 @@ from typing import Any
 import torch
 
 from ..names.errors import InputError, bad_input
+from ..numerics.modes import restored_rng, rng_state
 from ..numerics.pytree import map_tensors, restore_batch
-from stabilitylab.probe.blackbox import (
-    batch_id,
-    changed_attributes,
-    plain_attributes,
-    rng_state,
-    set_rng_state,
-)
+from ..probe.blackbox import batch_id, changed_attributes, plain_attributes
 from ..probe.settings import as_list
-from stabilitylab.replay.ranks import (
+from stabilitylab.replay.state import (
+    Batch,
+    Setup,
+    Snapshot,
     files_at,
     in_turn,
     is_sharded,
     join_models,
     join_optimizers,
+    recorded_arithmetic,
     refuse_missing_ranks,
 )
-from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from .step import StepNumbers, run_step
 from ..run.recording import Recording, opened
 
@@ -188,22 +186,19 @@ class Walk:
         before_update: Callable[[], None] = lambda: None,
     ) -> StepNumbers:  # of the step that was taken
         "Take the next recorded step; the caller's random states are left as they were."
-        setup, outside = self.start.setup, rng_state()
+        setup = self.start.setup
         batch = load_batch(self.path, self.step, setup)
-        try:
-            with recorded_arithmetic(self.start):
-                numbers = run_step(
-                    setup,
-                    self.model,
-                    self.optimizer,
-                    batch,
-                    self.step,
-                    scaler=self.scaler,
-                    before_update=before_update,
-                )
+        with restored_rng(), recorded_arithmetic(self.start):
+            numbers = run_step(
+                setup,
+                self.model,
+                self.optimizer,
+                batch,
+                self.step,
+                scaler=self.scaler,
+                before_update=before_update,
+            )
             self.rng = rng_state()
-        finally:
-            set_rng_state(outside)
         self.step += 1
         return numbers
 

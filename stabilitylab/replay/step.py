@@ -18,9 +18,9 @@ import torch
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
+from ..numerics.modes import restored_rng, set_rng_state
 from ..numerics.non_finite import NonFiniteOrigin, find_non_finite
 from ..numerics.pytree import map_tensors
-from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
 from ..probe.settings import as_list
 from .state import Batch, Setup, Snapshot, recorded_arithmetic
@@ -275,19 +275,14 @@ def replay(
     model, optimizer = snapshot.build(device, dtype)
     # a vector of a spectral norm is a parameter that forward passes move: no update of the optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
-    before, outside = [p.detach().clone() for p in trained], rng_state()
+    before = [p.detach().clone() for p in trained]
     batch = batch if keep_rng else replace(batch, rng=[])
     run, scaler = None, snapshot.grad_scaler(str(next(model.parameters()).device))
-    try:
-        with recorded_arithmetic(snapshot):
-            if record:
-                numbers, run = _take_recorded_step(
-                    snapshot, model, optimizer, batch, sampled, autocast, scaler
-                )
-            else:
-                numbers = _take_step(snapshot, model, optimizer, batch, None, autocast, scaler)
-    finally:
-        set_rng_state(outside)
+    with restored_rng(), recorded_arithmetic(snapshot):
+        if record:
+            numbers, run = _take_recorded_step(snapshot, model, optimizer, batch, sampled, autocast, scaler)
+        else:
+            numbers = _take_step(snapshot, model, optimizer, batch, None, autocast, scaler)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
     pairs = zip(trained, before, strict=True)
     # from a NaN there is no distance
@@ -303,13 +298,10 @@ def first_non_finite(
 ) -> NonFiniteOrigin | None:  # None where the loss, the gradients and the next weights are finite
     "Finds the operation from which a step became NaN or infinite, by running it once more."
     model, optimizer = snapshot.build()
-    scaler, outside = snapshot.grad_scaler(str(next(model.parameters()).device)), rng_state()
+    scaler = snapshot.grad_scaler(str(next(model.parameters()).device))
     run = partial(_take_step, snapshot, model, optimizer, batch, None, None, scaler)
-    try:
-        with recorded_arithmetic(snapshot):
-            return find_non_finite(model, run, batch.parts)
-    finally:
-        set_rng_state(outside)
+    with restored_rng(), recorded_arithmetic(snapshot):
+        return find_non_finite(model, run, batch.parts)
 
 # %% ../../nbs/api/replay/01_step.ipynb #e7a3a52e
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from importlib.resources import files
 import xarray as xr
 
 from ..probe.environment import arithmetic, environment, environment_change
-from ..replay.step_facts import changed_place, recorded_changes
+from ..replay.retrace import changed_place, recorded_changes
 from ..report.render import render
 from ..run.curves import group_of
 from .panel import beside

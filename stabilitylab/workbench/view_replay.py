@@ -23,8 +23,8 @@ from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, s
 from ..replay.compare_formats import PRECISIONS
 from ..replay.device import AUTO, devices
 from ..replay.examine import ReplayJob, controls
+from ..replay.retrace import changed_place
 from ..replay.setup_file import foresee
-from ..replay.step_facts import changed_place
 from ..report.content import step_to_replay
 from ..report.render import render
 from ..report.step import foresight_html, replay_html

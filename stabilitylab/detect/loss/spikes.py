@@ -36,18 +36,14 @@ def _print_step(value: np.ndarray) -> float:
     return 0.0
 
 
-def _early_noise(value: np.ndarray, lowest: np.ndarray) -> np.ndarray:
-    "The noise of records that have no history: how much the few before each differ from one to the next."
-    apart = np.abs(np.diff(value, prepend=value[:1]))
-    few = before(apart, count_limit("history") // 4, 1)
-    return np.fmax(limit("noise_floor") * np.abs(lowest), few)
-
-
 def _with_early_noise(noise: np.ndarray, value: np.ndarray, lowest: np.ndarray) -> np.ndarray:
-    "The noise of every record, of those without history by `_early_noise`; they stand at the beginning."
+    "The noise of every record; without history, how much the few before it differ from one to the next."
     unknown = np.isnan(noise)
+    # records without history stand at the beginning
     early = slice(int(np.flatnonzero(unknown).max(initial=-1)) + 1)
-    noise[early] = np.where(unknown[early], _early_noise(value[early], lowest[early]), noise[early])
+    apart = np.abs(np.diff(value[early], prepend=value[:1]))
+    few = np.fmax(limit("noise_floor") * np.abs(lowest[early]), before(apart, count_limit("history") // 4, 1))
+    noise[early] = np.where(unknown[early], few, noise[early])
     return noise
 
 
@@ -122,6 +118,9 @@ def _recovery(steps: int | None, left: float | None) -> str:
     return "slow" if steps <= count_limit("slow_steps") else "partial"
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #d64ff052
+_OF_FINDING = ("baseline", "peak", "peak_step", "z", "recovery", "recovery_steps", "offset", "rolled_back_to")
+
+
 @dataclass(frozen=True)
 class Spike:
     "One stretch of a series above its range, until it was back."
@@ -144,19 +143,19 @@ class Spike:
         "The height of its peak as a share of the baseline."
         return (self.peak - self.baseline) / max(abs(self.baseline), 1e-12)
 
+    @property
+    def is_short(self) -> bool:
+        "Whether it is a record or two that were back at once."
+        return self.recovery == "fast" and self.records <= count_limit("outlier_records")
+
+    @property
+    def is_lone(self) -> bool:
+        "Whether it is one record that was back at once."
+        return self.recovery == "fast" and self.records == 1
+
     def evidence(self) -> dict:
         "What a finding says of it; what is not known is left out."
-        named = (
-            "baseline",
-            "peak",
-            "peak_step",
-            "z",
-            "recovery",
-            "recovery_steps",
-            "offset",
-            "rolled_back_to",
-        )
-        return {name: getattr(self, name) for name in named if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in _OF_FINDING if getattr(self, name) is not None}
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #981bd6b5
 def _abandoned_at(series: Curve, first: int) -> int | None:
@@ -188,8 +187,7 @@ def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: fl
         left = offset / (peak - baseline) if peak > baseline else None
     else:
         steps = int(abs(series.step[back] - series.step[first]))
-    # steps of a coarse log are many, so a record or two that came back at once is fast whatever the steps
-    # say
+    # a record or two of a coarse log are many steps: what came back at once is fast whatever they say
     is_outlier = back is not None and back - first <= count_limit("outlier_records")
     return Spike(
         first=first,
@@ -232,11 +230,9 @@ def high_grad_norm(
     grad_norm: Curve | None,  # as arrays; None: the run has none
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:  # indices, level (n,), log (n,); None: not judged
     "The records of a gradient norm above its range on a log scale: what multiplies it is what counts."
-    if (
-        grad_norm is None
-        or len(grad_norm.value) < count_limit("median_records")
-        or (grad_norm.value <= 0).all()
-    ):
+    if grad_norm is None or len(grad_norm.value) < count_limit("median_records"):
+        return None
+    if (grad_norm.value <= 0).all():
         return None
     # a zero norm, as of a skipped step, is finite in the log and far below any range
     log = np.log(np.maximum(grad_norm.value, 1e-30))
@@ -271,14 +267,12 @@ def find_loss_spikes(
     for series in split_runs(loss):
         spikes = spike_events(series)
         is_ordinary, is_positive = _has_heavy_tails(series, spikes), bool((series.value > 0).all())
-        # a loss of few examples has lone high records that are its nature: how high decides what is an
-        # event
+        # a loss of few examples has lone high records by its nature: how high decides what is an event
         tail = _tail_height(series, spikes)
         for spike in spikes:
             is_low = _is_low_record(spike, start) or _is_early_low(spike, series)
             is_single = _is_bad_batch(spike, is_ordinary, is_positive) or is_low or _is_tail_end(spike, tail)
-            group = single if is_single else own
-            group.append((series, spike))
+            (single if is_single else own).append((series, spike))
     high = _high_steps(run) if own else np.array([], int)
     span = count_limit("near_records") * step_interval(loss)
     leads = [_lead(high, int(series.step[spike.first]), span) for series, spike in own]
@@ -288,17 +282,15 @@ def find_loss_spikes(
 
 def _has_heavy_tails(series: Curve, spikes: list[Spike]) -> bool:
     "Whether single records out of range are so many that they are what this loss is like."
-    alone = [s for s in spikes if s.records <= count_limit("outlier_records") and s.recovery == "fast"]
+    alone = [spike for spike in spikes if spike.is_short]
     return len(alone) > max(count_limit("most_reported"), limit("small_share") * len(series.value))
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #cf3f3ba0
 def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
     "Whether a spike is an isolated record that was back at once: low, in a wide tail, or one of very many."
-    if spike.recovery != "fast":
-        return False
-    is_low = spike.height < limit("spike_height")
-    is_short = spike.records <= count_limit("outlier_records")
-    return is_ordinary or (is_short and (is_low or (is_positive and _is_in_tail(spike))))
+    if is_ordinary or not spike.is_short:
+        return is_ordinary and spike.recovery == "fast"
+    return spike.height < limit("spike_height") or (is_positive and _is_in_tail(spike))
 
 
 def _is_in_tail(spike: Spike) -> bool:
@@ -310,13 +302,12 @@ def _is_in_tail(spike: Spike) -> bool:
 
 def _is_low_record(spike: Spike, highest: float) -> bool:
     "Whether a spike is one record that was back at once and far below where the run began."
-    return spike.recovery == "fast" and spike.records == 1 and 0 < spike.peak < highest
+    return spike.is_lone and 0 < spike.peak < highest
 
 
 def _is_tail_end(spike: Spike, tail: float) -> bool:
     "Whether a spike is one record, back at once, and as high as others of this loss are now and then."
-    is_lone = spike.recovery == "fast" and spike.records == 1
-    return is_lone and spike.z < min(tail, limit("tail_sigma"))
+    return spike.is_lone and spike.z < min(tail, limit("tail_sigma"))
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #ca45965f
 def _tail_height(series: Curve, spikes: list[Spike]) -> float:
@@ -335,10 +326,9 @@ def _tail_height(series: Curve, spikes: list[Spike]) -> float:
 
 def _is_early_low(spike: Spike, series: Curve) -> bool:
     "Whether a spike is a record or two, back at once, early in a segment and below where that began."
-    is_short = spike.recovery == "fast" and spike.records <= count_limit("outlier_records")
     is_early = spike.first < count_limit("history") and series.segment[spike.first] == series.segment[0]
     began = float(np.median(series.value[: count_limit("few_records")]))
-    return is_short and is_early and 0 < spike.peak < began
+    return spike.is_short and is_early and 0 < spike.peak < began
 
 
 def _severity(is_lost: bool, is_low: bool) -> str:
@@ -405,21 +395,6 @@ def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:
     steps = [int(loss.step[spike.first]) for loss, spike in single]
     (loss, last) = single[-1]
     is_one = len(single) == 1
-    evidence = ({} if is_one else {"count": len(single)}) | {
-        "steps": steps[: count_limit("most_steps")],
-        "baseline": worst.baseline,
-        "peak": worst.peak,
-        "peak_step": worst.peak_step,
-        "z": worst.z,
-        "recovery": "fast",
-        "recovery_steps": worst.recovery_steps,
-        "note": evidence_words("bad batch" if is_one else "bad batches"),
-    }
-    return Finding(
-        "loss_spike",
-        "info",
-        onset=steps[0],
-        end=loss.step[last.last],
-        evidence=evidence,
-        series=loss.name,
-    )
+    evidence = ({} if is_one else {"count": len(single)}) | {"steps": steps[: count_limit("most_steps")]}
+    evidence |= worst.evidence() | {"note": evidence_words("bad batch" if is_one else "bad batches")}
+    return Finding("loss_spike", "info", steps[0], loss.step[last.last], evidence=evidence, series=loss.name)

@@ -8,8 +8,7 @@ __all__ = ['check_training', 'growth_exponents', 'gradient_curvature']
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #84cd63cd
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
@@ -20,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...names.errors import bad_input
 from ...numerics.formats import quantise
-from ...numerics.modes import restored_modes
-from ..blackbox import rng_state, set_rng_state
+from ...numerics.modes import unchanged
 
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #17143613
 def _gradient_fault(gradient: torch.Tensor | None) -> str:
@@ -147,22 +145,6 @@ def _described(faults: dict[str, str]) -> str:
     first = "; ".join(f"{name}: {fault}" for name, fault in list(faults.items())[:8])
     return first + (f"; {len(faults) - 8} more" if len(faults) > 8 else "")
 
-
-@contextmanager
-def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    "Gradients, buffers, modes and random states are put back at the end."
-    gradients, rng = {n: p.grad for n, p in model.named_parameters()}, rng_state()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with restored_modes(model):
-            yield
-    finally:
-        for name, p in model.named_parameters():
-            p.grad = gradients[name]
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        set_rng_state(rng)
-
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #2f0f46eb
 def check_training(
     model: torch.nn.Module,  # model as the loop will train it; left unchanged
@@ -176,7 +158,7 @@ def check_training(
 ) -> pd.DataFrame:
     "Faults of a training loop that a single batch reveals."
     checks: dict[str, dict[str, str] | None] = {}
-    with _left_as_it_was(model):
+    with unchanged(model):
         checks["every trainable gradient is finite and not zero"] = _gradients(model, batch, loss)
         checks["every parameter is in exactly one group"] = _groups(model, optimizer)
         checks["equal matrices are tied"] = _twins(model)

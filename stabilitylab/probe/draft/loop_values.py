@@ -7,15 +7,15 @@ __all__ = []
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #7c31f178
 import ast
-import random
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from stabilitylab.numerics.modes import restored_rng
 from stabilitylab.numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
 from stabilitylab.probe.draft.loop_source import value_at
 from stabilitylab.probe.scalars import graph_nodes, losses_among
@@ -91,28 +91,6 @@ def give_vectors(
     for name, tensor in power_vectors(model).items():
         tensor.copy_(saved[name])
 
-# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1497
-def values_of(
-    expressions: dict[str, str],  # name in the draft -> expression in the loop
-    scope: dict[str, Any],  # name -> value
-) -> dict[str, Any]:
-    "What expressions of a loop are, by their names in the draft."
-    nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
-    return {name: value_at(node, scope) for name, node in nodes.items()}
-
-
-def with_loop_values(
-    batch: Any,  # what the model is about to be given
-    values: dict[str, Any],  # of the loop, by their names in the draft
-) -> Any:  # the batch itself where nothing is kept; else {'batch': it, 'loop': {name: value}}
-    "A batch with the values of the loop."
-    if not values:
-        return batch
-    plain = {name: _plain_value(value) for name, value in values.items() if name != OWN_VECTORS}
-    if OWN_VECTORS in values:
-        plain[OWN_VECTORS] = power_vectors(model_itself(values[OWN_VECTORS]))
-    return {"batch": batch, LOOP: plain}
-
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1498
 def _version(network: torch.nn.Module) -> int:
     "How often parameters of a network were changed in place."
@@ -129,37 +107,49 @@ def _ids(network: torch.nn.Module) -> set[int]:
     "The parameters of a network, by `id`."
     return set(map(id, network.parameters()))
 
+# %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #241f1499
+class KeptValues:
+    "The values of a loop that are kept with every batch; the loop may train the networks among them."
 
-class KeptNetworks:
-    "Networks that are kept with a batch, which the loop may train before a loss runs through them."
+    def __init__(self):
+        self.expressions: dict[str, str] = {}  # name in the draft -> expression in the loop
+        # of the last batch: name -> (network, how often it had been changed)
+        self.networks: dict[str, tuple[torch.nn.Module, int]] = {}
+        self.reached: set[str] = set()  # those of them through which the loss runs
 
-    def __init__(
+    def beside(
         self,
-        values: dict[str, Any],  # of the loop, by their names in the draft
-    ):
-        self.networks = {
-            name: (value, _version(value))
-            for name, value in values.items()
-            if isinstance(value, torch.nn.Module) and name != OWN_VECTORS
-        }
+        batch: Any,  # what the model is about to be given
+        frame: types.FrameType,  # of the loop
+    ) -> Any:  # the batch itself where nothing is kept; else {'batch': it, 'loop': {name: value}}
+        "A batch with the values of the loop that its loss needs."
+        if not self.expressions:
+            return batch
+        scope = {**frame.f_globals, **frame.f_locals}
+        nodes = {name: ast.parse(text, mode="eval").body for name, text in self.expressions.items()}
+        values = {name: value_at(node, scope) for name, node in nodes.items()}
+        plain = {name: _plain_value(value) for name, value in values.items() if name != OWN_VECTORS}
+        if OWN_VECTORS in values:
+            plain[OWN_VECTORS] = power_vectors(model_itself(values.pop(OWN_VECTORS)))
+        networks = {name: value for name, value in values.items() if isinstance(value, torch.nn.Module)}
+        self.networks = {name: (network, _version(network)) for name, network in networks.items()}
+        return {"batch": batch, LOOP: plain}
 
-    def reached(
+    def find_reached(
         self,
         model: torch.nn.Module,  # the recorded one
         values: Iterable[Any],  # of the loop, its losses among them
-    ) -> set[str]:  # names of networks
-        "The networks through which a loss of the model runs."
-        if not self.networks:
-            return set()
-        graphs = map(_leaves, losses_among(values))
-        below = set[int]().union(*[leaves for leaves in graphs if leaves & _ids(model)])
-        return {name for name, (network, _) in self.networks.items() if below & _ids(network)}
+    ) -> None:
+        "Finds the networks through which a loss of the model runs."
+        if self.networks:
+            graphs = map(_leaves, losses_among(values))
+            below = set[int]().union(*[leaves for leaves in graphs if leaves & _ids(model)])
+            self.reached = {name for name, (network, _) in self.networks.items() if below & _ids(network)}
 
     def take_changed(self) -> dict[str, dict[str, torch.Tensor]]:  # name -> its tensors as they are now
-        "The networks that were trained since they were kept, or since the last call."
-        changed = {
-            name: network for name, (network, before) in self.networks.items() if _version(network) != before
-        }
+        "Those networks of the loss that were trained since they were kept, or since the last call."
+        networks = {name: self.networks[name] for name in self.networks if name in self.reached}
+        changed = {name: network for name, (network, count) in networks.items() if _version(network) != count}
         self.networks |= {name: (network, _version(network)) for name, network in changed.items()}
         return {name: dict(network.state_dict()) for name, network in changed.items()}
 
@@ -188,11 +178,8 @@ def restored(
     saved: dict,  # its weights and its mode, as they were kept
 ) -> torch.nn.Module:
     "Another module of the loop, as it was at a batch; random states stay as they are."
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the loop's
-    module = make()
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002 - the same generator
+    with restored_rng():
+        module = make()
     module.load_state_dict(saved["state"])
     device = next((t.device for t in saved["state"].values()), torch.device("cpu"))
     return module.to(device).train(saved["training"])

@@ -350,4 +350,4 @@ def write_setup(
             torch.save(tensors, path.with_name(VALUES_FILE))
         write_atomic(path, text)
     if box.folder.name == "blackbox":
-        recorder.loop_values = kept_in(path.read_text(encoding="utf-8"))
+        recorder.loop_values.expressions = kept_in(path.read_text(encoding="utf-8"))

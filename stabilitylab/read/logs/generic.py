@@ -19,8 +19,7 @@ from ..crash.incidents import crash_in_text
 from ..freetext.interpret import interpret
 from ..freetext.lines import LineTable, line_tables, parse_any_line
 from ..freetext.named_numbers import named_numbers, row_cells
-from ..freetext.prefilter import candidate_lines
-from ..freetext.words import is_evaluation, is_metric, loss_rank, meaning
+from ..freetext.words import candidate_lines, is_evaluation, is_metric, loss_rank, meaning
 from ..text import EVENT_WORDS, NUMBERED_EVENT_WORDS, is_message, place_events, read_lines
 from ...run.scalars import Samples
 
