@@ -23,7 +23,7 @@ from stabilitylab.detect.layers.activations import (
 from .growth import growth_evidence
 from ..limits import count_limit, limit
 from ..settings import rate_at
-from ...run.curves import curve, event_texts, group_of
+from ...run.curves import curve, event_texts, group_of, loss_name
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(run: xr.DataTree) -> list[Finding]:  # at most one
@@ -345,7 +345,7 @@ def not_shown(
     topics = [topic for topic, variables in _NEEDS.items() if not _holds_any(run, variables)]
     missing = [evidence_words(topic) for topic in topics if topic != "unseen attention" or _may_attend(run)]
     scalars = group_of(run, "scalars", min_steps=1)
-    if scalars is not None and not any("loss" in str(name) for name in scalars.data_vars):
+    if scalars is not None and loss_name(run) is None:
         missing.insert(0, evidence_words("unseen loss"))
     return [*missing, evidence_words("unseen samples")]
 
