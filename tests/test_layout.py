@@ -336,6 +336,15 @@ def is_too_long(source: str) -> bool:
     return len(body) > 1 or not isinstance(body[0], ast.ClassDef | ast.Assign | ast.AnnAssign)
 
 
+def test_each_cell_of_a_page_has_a_name_of_its_own():
+    "`nbdev_update` writes an edit into the first of two, whichever it is."
+    twice = []
+    for page in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        names = [cell["id"] for cell in json.loads(page.read_text(encoding="utf-8"))["cells"]]
+        twice += [f"{page.relative_to(ROOT)}: {name}" for name in {*names} if names.count(name) > 1]
+    assert not twice, twice
+
+
 def test_exporting_cells_are_short():
     long = []
     for page in sorted((ROOT / "nbs").rglob("*.ipynb")):

@@ -371,6 +371,24 @@ def test_a_lightning_module_is_prepared_where_its_step_reads_what_lightning_sets
     assert prepared(PlainRays()) == []
 
 
+class LoggedRays(PlainRays):
+    def log(self, name, value):
+        raise RuntimeError("no Trainer")
+
+    log_dict = log
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        return self(batch)
+
+
+def test_a_lightning_module_without_its_trainer_logs_nothing():
+    model = LoggedRays()
+    for line in prepared(model):
+        exec(line, {"model": model})
+    assert model.training_step(torch.ones(1), 0) == 1
+
+
 class Duel:
     "A trainer whose critic is recorded; the loss needs its generator."
 

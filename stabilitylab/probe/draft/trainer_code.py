@@ -272,12 +272,15 @@ def _set_names(cls: type, method: str) -> set[str]:
 
 def prepared(
     model: torch.nn.Module,  # a LightningModule
-) -> list[str]:  # lines; [] where its step reads nothing that they set
-    "The calls by which Lightning sets attributes that the training step of a module reads."
+) -> list[str]:  # lines; [] where its step reads nothing that they set, and it is no class of Lightning
+    "The calls by which Lightning sets what the training step of a module reads; its logs go nowhere."
     cls = type(model)
     read = {name for method in ("training_step", "forward") for name in read_names(cls, method)[0]}
     calls = [f"model.{name}{args}" for name, args in _PREPARING.items() if _set_names(cls, name) & read]
-    return [f"{call}  # as Lightning does before it trains" for call in calls]
+    lines = [f"{call}  # as Lightning does before it trains" for call in calls]
+    if hasattr(cls, "log_dict"):  # of Lightning
+        lines.append("model.log = model.log_dict = lambda *args, **kwargs: None  # there is no Trainer")
+    return lines
 
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #f8de4a9a
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
