@@ -260,6 +260,7 @@ def variant_and_twin(variant, dtype, scale):
 OTHERS = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float64)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, *OTHERS], ids=str)
 def test_every_variant_equals_the_twin(dtype, subtests):
@@ -325,6 +326,7 @@ def test_what_is_hidden_does_not_matter():
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 256, 1000, 4096])
 def test_lengths(length):
     g = torch.Generator().manual_seed(length)

@@ -95,6 +95,7 @@ def test_the_same_bits_and_every_group(tmp_path, options):
     assert np.isfinite(heads.attn_entropy).all() and np.isfinite(heads.stream_median).all()
 
 
+@pytest.mark.slow
 def test_the_record_says_what_the_report_says(tmp_path):
     model = small().eval()
     report = attention_report(model, TOKENS[:, :-1])["attention"]
@@ -178,6 +179,7 @@ def test_a_model_in_one_graph_trains_on_and_its_attention_is_that_of_the_plain_m
         np.testing.assert_array_equal(compiled_heads[name], heads[name])
 
 
+@pytest.mark.slow
 def test_a_model_without_attention(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -205,6 +205,7 @@ print(xarray.DataArray(dask.array.ones(4, chunks=2)).chunks)
     assert loaded.splitlines()[-1] == "((2, 2),)" and bare.splitlines()[:-2] == loaded.splitlines()[:-2]
 
 
+@pytest.mark.slow
 def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
     log = write(tmp_path / "train.log", (f"step {i} loss: {4 - i / 100:.5}\n" for i in range(60)))
     p = subprocess.Popen(

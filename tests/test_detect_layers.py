@@ -48,6 +48,7 @@ def test_the_module_that_was_blown_up_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_silent(tmp_path):
     found = record(tmp_path / "r", width=32)
     assert found.kinds == [] or set(found.kinds) <= {"misaligned_shape"}

@@ -170,6 +170,7 @@ def test_every_row_of_the_accounts_has_an_answer():
     assert done >= 75
 
 
+@pytest.mark.slow
 def test_preview_and_undo_leave_no_trace(subtests):
     for name in NAMES:
         with subtests.test(name=name):

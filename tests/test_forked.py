@@ -71,6 +71,7 @@ def ends(pid):
     return not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_each_begins_fresh_and_draws_numbers_of_its_own():
     first, second = (begin("about").wait().result for _ in range(2))
     assert (
@@ -80,6 +81,7 @@ def test_each_begins_fresh_and_draws_numbers_of_its_own():
     assert all(a != b for a, b in zip(first["drawn"], second["drawn"], strict=True))
 
 
+@pytest.mark.slow
 def test_the_environment_and_the_folder_are_those_of_now(monkeypatch, tmp_path):
     before = begin("about", name="OF_THE_TEST").wait().result
     monkeypatch.setenv("OF_THE_TEST", "set")

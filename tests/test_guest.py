@@ -247,6 +247,7 @@ class NoInit(torch.optim.Optimizer):
     step, zero_grad = Own.step, Own.zero_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Halved, Own, NoInit], ids=lambda c: c.__name__)
 def test_updates_are_what_the_parameters_did(tmp_path, make):
     model, optimizer = fresh(make)

@@ -149,6 +149,7 @@ def flagged(seeds):
     ]
 
 
+@pytest.mark.slow
 def test_no_module_of_a_sound_pair_is_flagged():
     assert flagged(range(2)) == []
 

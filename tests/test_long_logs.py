@@ -86,6 +86,7 @@ def sparse_log(folder, loss, width):
 SLOW = [pytest.param(fail, marks=pytest.mark.slow) for fail in FAILURES[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail", [spike, *SLOW], ids=lambda fail: fail.__name__.strip("<>"))
 def test_a_thinned_log_has_the_findings_of_the_whole(tmp_path, monkeypatch, fail):
     loss = healthy(np.random.default_rng(0))
@@ -218,6 +219,7 @@ def test_a_table_in_pieces_is_the_table_whole(tmp_path, suffix, request):
     assert whole.attrs == pieces.attrs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_a_long_table_is_thinned_and_keeps_what_is_rare(tmp_path, suffix, monkeypatch, in_pieces):
     loss = healthy(np.random.default_rng(6))[:60_000]

@@ -171,6 +171,7 @@ def test_a_replay_names_the_operation_and_the_sample(tmp_path):
     assert "non_finite" not in examine(tmp_path / "run", 1, swap=False, samples=False).to_dict()
 
 
+@pytest.mark.slow
 def test_a_loss_that_compares_samples_has_no_samples_of_its_own(tmp_path):
     record(tmp_path / "run", [{"x": torch.randn(8, 3)} for _ in range(3)], matching)
     reason = examine(tmp_path / "run", 2, swap=False).left_out["samples"]

@@ -17,6 +17,7 @@ def loss(seed, n):
     ).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decimals", [None, 3, 4, 5, 6])
 def test_no_false_positive_on_float32(decimals):
     series = {seed: loss(seed, 50 + seed % 500).astype(float) for seed in range(1000)}

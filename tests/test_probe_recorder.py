@@ -124,6 +124,7 @@ def test_every_number_equals_its_twin(tmp_path, opt):
     check(*train(tmp_path / "r.zarr", opt=opt, clip=0.1))
 
 
+@pytest.mark.slow
 def test_accumulation_and_tied_weights(tmp_path):
     run, twins = train(
         tmp_path / "r.zarr",
@@ -134,6 +135,7 @@ def test_accumulation_and_tied_weights(tmp_path):
     assert "lm_head.weight" not in run["gradients"].param.values
 
 
+@pytest.mark.slow
 def test_frozen_parts_and_several_optimizers(tmp_path):
     model = LanguageModel(CONFIG)
     model.embed.requires_grad_(False)
@@ -213,6 +215,7 @@ def test_gradient_norms_of_loops_with_several_backward_passes(tmp_path, program,
     assert np.allclose(open_run(tmp_path)["scalars"].grad_norm, own, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_sparse_batches_are_kept(tmp_path):
     from stabilitylab.probe.blackbox import batch_id
 
@@ -484,6 +487,7 @@ def test_steps_that_are_left_out_while_a_part_is_written_are_told_in_the_next():
     assert pending.lost == []
 
 
+@pytest.mark.slow
 def test_a_start_that_is_killed_while_it_moves_the_older_record_loses_nothing(tmp_path, monkeypatch):
     from stabilitylab.run.live import LiveStore
 
@@ -579,6 +583,7 @@ def test_compiled_after_the_hooks_is_recorded(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_bf16_weights_show_the_update_that_was_applied(tmp_path):
     check(
         *train(
@@ -591,6 +596,7 @@ def test_bf16_weights_show_the_update_that_was_applied(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_bad_paths_hurt_nobody(tmp_path):
     model = LanguageModel(CONFIG)
     opt = torch.optim.AdamW(model.parameters())
@@ -785,6 +791,7 @@ def test_the_step_of_a_spike_is_kept_with_and_without_a_rule(tmp_path, has_rule)
         assert 76 in open_run(tmp_path / "r")["sampled_weights"].step.values
 
 
+@pytest.mark.slow
 def test_online_rules_agree_with_the_finished_curve():
     from stabilitylab.detect.loss.spike_rules import LOOK_BACK, RULES, OnlineRule
 
@@ -825,6 +832,7 @@ def test_a_new_environment_is_told(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
     from stabilitylab.numerics.modes import set_rng_state
 
@@ -990,6 +998,7 @@ def _trained(path, model, opt, steps=3, batch=lambda i: torch.ones(2, 4), **opti
     return open_run(path).load()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_optimizer_state_in_tuples(tmp_path, value):
     model = nn.Linear(4, 4)
@@ -1002,6 +1011,7 @@ def test_optimizer_state_in_tuples(tmp_path, value):
     assert len(saved["state"][0]["moments"]) == 2 and saved["param_groups"][0]["eps"] == (1e-30, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["torch", "transformers"])
 def test_adafactor(tmp_path, made):
     model = nn.Linear(4, 4)
@@ -1016,6 +1026,7 @@ def test_adafactor(tmp_path, made):
     assert float(run["scalars"].lr[0]) == pytest.approx(1e-2) and run["scalars"].skipped[0] == 0
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_those_of_the_dense_embedding(tmp_path):
     runs = []
     for is_sparse in (True, False):
@@ -1125,6 +1136,7 @@ def test_a_model_inside_torch_func_is_named(tmp_path):
     assert run["activations"].rms.isnull().all()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_compiles_no_hook(tmp_path):
     "Twelve layers have more hooks than the recompilations that Dynamo allows: each would be one."
     import torch._dynamo

@@ -166,6 +166,7 @@ def test_a_recorded_step_comes_back_to_the_last_bit_with_dropout(tmp_path):
         assert again.run["scalars"].loss.item() == loss
 
 
+@pytest.mark.slow
 def test_replaying_leaves_the_random_states_alone(trained):
     states, ordinary, _ = trained
     torch.manual_seed(11)
@@ -380,6 +381,7 @@ def test_a_setup_named_in_a_data_file_is_not_run(tmp_path):
         setup_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_early_steps_have_no_controls():
     found = examine(sample(), 300)
     assert found.exact and found.swap is None and "later than 300" in found.left_out["swap"]
@@ -403,6 +405,7 @@ def test_control_states_come_from_before_the_onset():
     assert _before_onset([*range(20)], jump, falling | {17: 1.5}) == [*range(17)]
 
 
+@pytest.mark.slow
 def test_planted_causes_are_told_under_clipping():
     "A short form of `python -m tests.benchmarks swap`, which plants a hundred of each kind."
     from tests.benchmarks.bench_swap import KINDS, table

@@ -134,6 +134,7 @@ def test_a_batch_comes_back_as_what_it_was(tmp_path, kind):
     assert type(load_batch(tmp_path / "run", 1, setup).parts[0]) is type(example)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_come_back_is_not_offered(tmp_path):
     train(tmp_path / "run", lambda x, y: {"x": x, "lazy": Lazy(y)}, lambda b: (b["x"], b["x"].sum(1)))
     assert replayable_steps(tmp_path / "run") == []
@@ -164,6 +165,7 @@ def tiny_llama():
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_trainer_with_accumulation(tmp_path):
     "The loss of a micro-batch is divided by the tokens of the whole step, so that the parts are added up."
     transformers = pytest.importorskip("transformers")

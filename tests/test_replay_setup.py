@@ -101,6 +101,7 @@ def path(tmp_path_factory):
     return record(tmp_path_factory.mktemp("record") / "run")
 
 
+@pytest.mark.slow
 def test_the_right_setup_is_exact_and_everything_is_compared(path):
     check = check_setup(path, 3, SETUP)
     assert check.is_step and check.is_exact and check.fault == "" and check.missing == ()
@@ -158,6 +159,7 @@ def test_a_planted_fault_of_the_setup_is_named(path, fault):
     assert fault != "clipping" or check.evidence["clip"] == 0.1
 
 
+@pytest.mark.slow
 def test_a_record_without_settings_says_that_the_schedule_is_missing(tmp_path):
     path = record(tmp_path / "run")
     index = json.loads((path / "blackbox" / "index.json").read_text())
@@ -189,6 +191,7 @@ def test_weight_decay_that_no_norm_shows_at_first(path):
     assert check_setup(path, 3, replace(SETUP, schedule=other)).fault == "setting"
 
 
+@pytest.mark.slow
 def test_accumulation(tmp_path):
     path = record(tmp_path / "run", parts=4)
     assert check_setup(path, 2, SETUP).is_exact
@@ -290,6 +293,7 @@ def test_a_replay_takes_the_flags_of_the_run(tmp_path, set_flags):
     assert flags_within and all(flags == within for flags in flags_within) and arithmetic() == before
 
 
+@pytest.mark.slow
 def test_random_numbers_that_a_compiled_run_drew_otherwise_are_named(tmp_path):
     path = record(tmp_path / "run", note=COMPILED)
 
@@ -303,6 +307,7 @@ def test_random_numbers_that_a_compiled_run_drew_otherwise_are_named(tmp_path):
     assert "the run was compiled" in check.words and check.is_step
 
 
+@pytest.mark.slow
 def test_dropout_inside_of_cudnn_is_named(tmp_path, monkeypatch):
     class Recurrent(nn.Module):
         def __init__(self):
@@ -345,6 +350,7 @@ def two_optimizers(model):
     ]
 
 
+@pytest.mark.slow
 def test_all_optimizers_and_their_schedules_are_restored(tmp_path):
     torch.manual_seed(0)
     model = Net()
@@ -373,12 +379,14 @@ def test_another_width_is_refused_by_name(path):
         check_setup(path, 3, replace(SETUP, model=lambda: Net(width=12)))
 
 
+@pytest.mark.slow
 def test_old_and_light_records_say_what_cannot_be_checked(tmp_path):
     path = record(tmp_path / "run", level="light")
     check = check_setup(path, 3, SETUP)
     assert check.is_step and {"update_norm", "weight_norm"} <= set(check.missing)
 
 
+@pytest.mark.slow
 def test_no_verdict_on_top_of_another_step(path, tmp_path):
     bad = replace(SETUP, loss=no_mask)
     found = examine(path, 4, bad)
@@ -601,6 +609,7 @@ def test_a_step_of_which_nothing_was_recorded_cannot_be_checked(tmp_path):
     assert check.is_step and not check.is_exact and {"loss", "grad_norm"} <= set(check.missing)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_zero_without_a_loss_is_no_check(tmp_path):
     flat = replace(SETUP, loss=lambda model, part: 0 * mean_loss(model, part))
     path = record(tmp_path / "run", setup=flat, loss_of=lambda total: None)
@@ -608,6 +617,7 @@ def test_a_gradient_of_zero_without_a_loss_is_no_check(tmp_path):
     assert (check.fault, check.is_exact) == ("unrecorded", False) and "above 0" in check.words
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_loss_that_was_not_recorded(tmp_path):
     path = record(tmp_path / "run", loss_of=lambda total: None)
     check = check_setup(path, 3, replace(SETUP, loss=lambda m, part: 3 * mean_loss(m, part)))
@@ -767,6 +777,7 @@ def loop(path, order, first_batch=0, record_every=1, wrapped=lambda model: model
     return path
 
 
+@pytest.mark.slow
 def test_a_step_that_is_recorded_before_the_update_is_noted_and_named(tmp_path):
     with pytest.warns(UserWarning, match="`recorder.step` came before `optimizer.step`"):
         run = loop(tmp_path / "run", ["backward", "record", "update", "clear"])
@@ -799,6 +810,7 @@ def test_the_number_of_a_step_is_not_its_loss(tmp_path):
     assert float(loss[6]) == pytest.approx(float(mean_loss(Net(), part_of(6)).detach()), rel=0.5)
 
 
+@pytest.mark.slow
 def test_a_setup_is_drafted_with_the_first_batch_that_is_handed_over(tmp_path):
     with pytest.warns(UserWarning, match="in the first step, so it cannot be replayed"):
         run = loop(tmp_path / "run", ["backward", "update", "clear", "record"], first_batch=3)
@@ -824,6 +836,7 @@ def test_weights_that_never_move_are_the_cause(tmp_path, order, name, is_cause):
         assert stuck[0].id == "no_update" and "8 steps" in stuck[0].words
 
 
+@pytest.mark.slow
 def test_several_updates_in_one_step_of_the_record_are_named(tmp_path):
     run = loop(tmp_path / "run", ["backward", "update", "clear", "record"], record_every=2)
     check = check_setup(run, 2, replace(SETUP, clip=None, schedule=None))

@@ -64,6 +64,7 @@ def schema_names():
     return sorted(CALLS | SLOW | OF_FILES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_quick_answer_is_valid(name):
     for words in CALLS[name]:
@@ -137,6 +138,7 @@ def test_a_key_that_goes_or_comes_is_seen():
     assert not is_valid({"formats": [{"name": "csv"}]})
 
 
+@pytest.mark.slow
 def test_the_brief_answer_in_json_has_what_its_text_has():
     answer = json.loads(command("diagnose", SAMPLE, "--brief", "--json").stdout)
     text = command("diagnose", SAMPLE, "--brief").stdout

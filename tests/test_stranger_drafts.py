@@ -82,7 +82,7 @@ def test_a_tensor_that_the_script_computed_is_kept_and_not_computed_again(tmp_pa
     assert source == "kept_values(__file__)['labels']" and not draft.uses_script
     assert loop_code.ValueSources(draft, nn.Linear(2, 1))("table", main.table) is None
     box = SimpleNamespace(folder=tmp_path / "blackbox", model=None, optimizers=[])
-    recorder = SimpleNamespace(path=tmp_path, box=box)
+    recorder = SimpleNamespace(path=tmp_path, box=box, loop_values=SimpleNamespace())
     monkeypatch.setattr(setup_template, "_draft_or_note", lambda *_: f"labels = {source}\n")
     setup_template.write_setup(recorder, None)
     assert torch.equal(kept_values(str(tmp_path / "replay_setup.py"))["labels"], labels)
@@ -99,6 +99,7 @@ class Policy(nn.Module):
         return (self.layer(x).square() / self.spread.sum()).mean()
 
 
+@pytest.mark.slow
 def test_a_tensor_that_the_loop_sets_on_the_model_comes_back_with_a_snapshot_or_is_named(tmp_path):
     torch.manual_seed(0)
     setup = Setup(Policy, lambda model, x: model(x), lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
@@ -454,6 +455,7 @@ def test_the_other_network_of_a_trainer_is_kept_with_each_batch(tmp_path, monkey
     assert result.samples.attrs["draws"]  # a sample alone is given noise of its own
 
 
+@pytest.mark.slow
 def test_a_network_that_is_trained_between_the_batch_and_the_loss_is_kept_as_the_loss_saw_it(
     tmp_path, monkeypatch
 ):

@@ -488,6 +488,7 @@ def test_the_initialization_that_is_meant_for_relu_is_a_note(factor, severity):
     assert explain(found).endswith("before a ReLU.") is (severity == "info")
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_finite_at_the_very_first_step_is_blamed(tmp_path):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -855,6 +856,7 @@ class Warmed:
         self._optimizer.step()
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_a_class_of_the_loop_is_recorded_as_the_one_that_steps(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

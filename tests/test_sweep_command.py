@@ -12,6 +12,7 @@ from tests.command import command
 SAMPLE = str(sample())
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_start_and_every_point_and_trains_nothing(tmp_path):
     words = ("sweep", SAMPLE, "--rates", "0.1,1", "--fix", "clip_norm", "--axis", "adam_beta2.beta2=0.9,0.99")
     told = json.loads(command(*words, "--folder", tmp_path / "points", "--plan", "--json").stdout)

@@ -248,6 +248,7 @@ def test_a_fix_for_the_scale_takes_the_place_of_the_scaler():
     assert training.scaler is not None
 
 
+@pytest.mark.slow
 def test_a_recorded_scaler_is_used_in_a_trial(tmp_path):
     from stabilitylab.probe.recorder import Recorder
     from stabilitylab.trial.start import Start

@@ -200,6 +200,7 @@ def asked(view):
     return {name: view.look.options()[name] for name in ("states", "batches")}
 
 
+@pytest.mark.slow
 def test_a_replay_compares_with_the_controls_of_its_step_unless_the_user_chose():
     path = DATA / "lm_high_lr"
     view = ReplayView(open_state(path)[0])
@@ -219,6 +220,7 @@ def test_a_replay_compares_with_the_controls_of_its_step_unless_the_user_chose()
     assert asked(view) == dict(zip(usual, controls(path, 350), strict=True))
 
 
+@pytest.mark.slow
 def test_what_moved_first_is_shown_although_the_picture_stands_at_later_steps():
     bench = Workbench(DATA / "lm_high_lr")
     overview, state = bench.tabs.children[0], bench.state

@@ -93,6 +93,7 @@ def test_a_finished_trial_gives_a_verdict_and_its_call():
     assert [line.bar.value for line in view.arms.lines.values()] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_is_said():
     view = opened()
     for box in view.offers.boxes:
@@ -110,6 +111,7 @@ def test_what_cannot_be_tried_is_said():
     assert "no black box" in bare.notice.value and bare.work.go.disabled and bare.call.call == ""
 
 
+@pytest.mark.slow
 def test_the_arms_of_a_trial_are_runs_of_the_chooser():
     bench = Workbench(sample())
     more = new_run(make_scalars({"loss": Samples(range(5), [2.0] * 5)}))

@@ -248,6 +248,7 @@ def test_the_report_has_the_cause_then_the_replay_then_the_screen():
     assert not state.replays and "Replay of step" not in report_files(state, "")[0][2].decode()
 
 
+@pytest.mark.slow
 def test_tabs_without_data_are_grey_and_kinds_are_explained(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
