@@ -328,13 +328,14 @@ def test_a_finding_is_printed_on_one_line(broken):
 
 def test_a_trial_says_in_lines_how_far_it_is_where_no_terminal_shows_a_bar(monkeypatch, capsys):
     "A quarter of the steps is there at first, from an earlier call; half of the rest takes a minute."
-    clock = iter([0.0, 5.0, 20.0, 25.0, 80.0])
+    clock = iter([0.0, 5.0, 20.0, 25.0, 80.0, 99.0])
     monkeypatch.setattr(trial.time, "monotonic", lambda: next(clock))
     heard = trial._in_lines()
     heard("reading", 0.0)
     heard("training: 3 of 12 done", 0.25)
     heard("training: 4 of 12 done", 0.30)
     heard("training: 7 of 12 done", 0.625)
+    heard("diagnosing", 0.0)  # a refusal before anything is trained has one line
     out, err = capsys.readouterr()
     assert not out and err.splitlines() == [
         "training: 3 of 12 done",

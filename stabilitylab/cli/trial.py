@@ -74,7 +74,7 @@ def _in_lines() -> Callable[[str, float], None]:
         nonlocal last, first
         now = time.monotonic()
         first = (now, share) if first[1] == 0 else first
-        if now - last < _PAUSE:
+        if share == 0 or now - last < _PAUSE:  # a refusal before anything is trained stays one line
             return
         last = now
         began, trained = first[0], share - first[1]
