@@ -90,6 +90,8 @@ def test_a_layout_gives_the_record_of_one_process(records, tmp_path, layout):
     modules = want["activations"].module
     for name in ("rms", "absmax", "in_rms", "nonfinite_count"):
         got, wanted = run["activations"][name].sel(module=modules), want["activations"][name]
+        # the first layer of every stage has statistics of its input
+        got = got.where(wanted.notnull()) if name == "in_rms" and layout == "pp" else got
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-6, err_msg=name)
     assert run["ranks"].step_time.notnull().all() and run["ranks"].sizes["rank"] == 4
     is_seen = run["rank_activations"].rms.notnull().all("step").sum("rank")

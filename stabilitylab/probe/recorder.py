@@ -70,15 +70,14 @@ class Recorder:
         self.n, self.micro = self.options.first_step, 0  # step that comes next; its micro-batches so far
         self.is_open = self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
-        # where a framework says it: largest gradient norm, or "None"; number format of its autocast; the
-        # trainer of Hugging Face, where it computes its own loss; by what its loss is divided
+        # of a framework: largest gradient norm, or "None"; format of its autocast; its trainer; share of a loss
         self.clip: float | str | None = None
         self.autocast: torch.dtype | None = None
         self.trainer: Any = None
         self.share = 1
         self.loop_values = KeptValues()  # values of the loop that its loss needs
-        self.clock = StepClock()
         # the parts of a recording; None until it is entered
+        self.clock: Any = None
         self.probes: Any = None
         self.store: Any = None
         self.writer: Any = None
@@ -333,7 +332,8 @@ def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fc
 def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
     "A batch is there: what a replay needs of it is kept."
-    recorder.clock.see_batch()
+    if recorder.clock is not None:
+        recorder.clock.see_batch()
     if recorder.box is None:
         return
     if not recorder.is_drafted:
