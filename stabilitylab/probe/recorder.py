@@ -70,7 +70,7 @@ class Recorder:
         self.n, self.micro = self.options.first_step, 0  # step that comes next; its micro-batches so far
         self.is_open = self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
-        # of a framework: largest gradient norm, or "None"; format of its autocast; its trainer; share of a loss
+        # of a framework: largest gradient norm, or "None"; format of autocast; trainer; share of a loss
         self.clip: float | str | None = None
         self.autocast: torch.dtype | None = None
         self.trainer: Any = None
