@@ -45,7 +45,7 @@ from stabilitylab.replay.user_code import load_setup
 from stabilitylab.report import content
 from stabilitylab.report.content import replay_command, run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text
-from stabilitylab.report.terminal import _only_follows
+from stabilitylab.report.terminal import finding_to_explain
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.trial import Trial
@@ -870,9 +870,9 @@ def test_what_follows_a_named_cause_is_not_offered_as_a_puzzle():
     "The weights shrink at step 10; gradients below epsilon come after it, and are told without a cure."
     below = Finding("grad_below_epsilon", "warning", 73, modules=("a",), evidence={"n": 1, "share": 1.0})
     named = MostLikely("The weights shrink.", (), (), step=10, confidence="high")
-    assert _only_follows(below, named) and not _only_follows(below, None)
-    assert not _only_follows(below, replace(named, confidence="low"))
-    assert not _only_follows(below.with_(onset=10), named)
+    assert finding_to_explain(Findings([below]), named) is None
+    for cause in (None, replace(named, confidence="low"), replace(named, step=73)):
+        assert finding_to_explain(Findings([below]), cause) == below
 
 
 def test_weights_that_the_first_step_moved_were_not_drawn_too_wide():

@@ -356,6 +356,16 @@ def test_a_trainer_whose_own_batches_count_their_items_is_given_the_count():
         trainer_loss(trainer_like(Policy, model), {"x": batch["x"]})
 
 
+def rebuilt(model):
+    "The model that the lines of a draft make, and these lines."
+    draft = Draft()
+    lines, _ = model_lines(draft, model, None)
+    names = {}
+    exec("\n".join(sorted(draft.imports)), names)
+    exec("def make():\n" + indent("\n".join(lines), "    "), names)
+    return names["make"](), lines
+
+
 @pytest.mark.parametrize(("built_with", "of_tokenizer"), [(0, 1), (None, 1), (1, 1)])
 def test_the_padding_that_a_model_was_built_with_is_kept_where_its_configuration_changes(
     built_with, of_tokenizer
@@ -366,12 +376,7 @@ def test_the_padding_that_a_model_was_built_with_is_kept_where_its_configuration
     config.pad_token_id = built_with
     model = LlamaForCausalLM(config)
     model.config.pad_token_id = of_tokenizer  # as a Trainer does when it begins
-    draft = Draft()
-    lines, _ = model_lines(draft, model, None)
-    names = {}
-    exec("\n".join(sorted(draft.imports)), names)
-    exec("def make():\n" + indent("\n".join(lines), "    "), names)
-    again = names["make"]()
+    again, lines = rebuilt(model)
     assert again.config.pad_token_id == of_tokenizer
     assert again.get_input_embeddings().padding_idx == built_with
     assert sum("padding_idx" in line for line in lines) == (built_with != of_tokenizer)
@@ -383,12 +388,7 @@ def test_a_decoder_keeps_the_cache_that_a_trainer_switches_off_for_the_whole_mod
     config = T5Config(vocab_size=7, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     model = T5ForConditionalGeneration(config)
     model.config.use_cache = not is_switched_off  # as a Trainer does when it begins
-    draft = Draft()
-    lines, _ = model_lines(draft, model, None)
-    names = {}
-    exec("\n".join(sorted(draft.imports)), names)
-    exec("def make():\n" + indent("\n".join(lines), "    "), names)
-    again = names["make"]()
+    again, lines = rebuilt(model)
     parts = [(model.get_submodule(n), again.get_submodule(n)) for n in ("", "encoder", "decoder")]
     assert all(was.config.use_cache == now.config.use_cache for was, now in parts)
     assert sum("use_cache = True" in line for line in lines) == is_switched_off

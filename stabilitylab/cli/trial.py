@@ -66,7 +66,8 @@ _PAUSE = 15.0  # seconds between two lines of progress where standard error is n
 
 
 def _in_lines() -> Callable[[str, float], None]:
-    "A listener to the stages of a trial that prints a line now and then, for a log file or a pipe."
+    "A listener to a trial that prints a line now and then where no terminal shows a bar."
+    is_terminal = sys.stderr.isatty()
     last, first = time.monotonic(), (0.0, 0.0)  # first: time and share when something was trained
 
     def heard(words: str, share: float) -> None:  # share: of all steps, 0..1
@@ -74,7 +75,8 @@ def _in_lines() -> Callable[[str, float], None]:
         nonlocal last, first
         now = time.monotonic()
         first = (now, share) if first[1] == 0 else first
-        if share == 0 or now - last < _PAUSE:  # a refusal before anything is trained stays one line
+        # a refusal before anything is trained stays one line
+        if is_terminal or share == 0 or now - last < _PAUSE:
             return
         last = now
         began, trained = first[0], share - first[1]
@@ -83,10 +85,6 @@ def _in_lines() -> Callable[[str, float], None]:
         print(f"{words}{time_left}", file=sys.stderr, flush=True)
 
     return heard
-
-
-def _ignored(words: str, share: float) -> None:
-    "The listener where a bar on the terminal shows it."
 
 # %% ../../nbs/api/cli/18_trial.ipynb #9f28f267
 def add_trial(commands: argparse._SubParsersAction) -> None:  # commands: of the parser of `stabilitylab`
@@ -157,7 +155,7 @@ def _run_trial(
             device=args.device,
             client=args.scheduler,
             progress=sys.stderr.isatty(),
-            heard=_ignored if sys.stderr.isatty() else _in_lines(),
+            heard=_in_lines(),
             is_cancelled=lambda: args.plan,
         )
     if args.plan:
@@ -272,7 +270,7 @@ def _run_sweep(
         else:
             where = {"device": args.device, "client": args.scheduler}
             work = sweep_of(plan, args.seeds, folder=args.folder, workers=args.workers, **where)
-            heard = _ignored if sys.stderr.isatty() else _in_lines()
+            heard = _in_lines()
             result = work.run(
                 args.budget,
                 progress=sys.stderr.isatty(),

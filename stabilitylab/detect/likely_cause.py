@@ -90,7 +90,7 @@ def _candidate(row: dict, facts: Mapping) -> Cause | None:
         tuple(_filled(r[4], facts, step) for r in doubts),
         tuple(row["next"]),
         tuple(row["cures"]),
-        row.get("alone", False),
+        "alone" in row and all(_holds(facts, *condition) for condition in row["alone"]),
         row.get("at_once", False),
         {name: facts[name][0] for name in names if name in facts},
     )

@@ -20,6 +20,7 @@ from ..detect.likely_cause import MostLikely, most_likely
 from ..names.encode import plain, to_json
 from ..names.words import clean, number
 from .content import Facts, change_text, count_text, facts, replay_command, steps_text
+from .terminal import finding_to_explain
 from ..run.curves import changes_at, loss_name, scalars_of, series_between
 from ..run.scalars import series_names
 
@@ -207,20 +208,18 @@ def _finding_line(finding: Finding) -> str:
 
 
 def _next(run: xr.DataTree, findings: Findings, source: str | None) -> list[str]:
-    "Two commands: what would tell more, and a trial or an explanation."
+    "At most two commands: what would tell more, and a trial or an explanation."
     folder = str(source or run.attrs.get("source", ""))
-    serious = [f for f in findings if f.severity != "info"]
-    if not serious:
+    if all(f.severity == "info" for f in findings):
         return [
             f"stabilitylab {command} {shlex.quote(folder)}" for command in ("check", "preflight") if folder
         ]
     replay = replay_command(run, findings, folder)
     if replay and _has_setup(Path(folder)):
         return [replay, f"stabilitylab trial {shlex.quote(folder)} --budget 10 --json"]
-    return [
-        f"stabilitylab explain {serious[0].kind}",
-        f"stabilitylab trial {shlex.quote(folder)} --plan --json",
-    ]
+    puzzle = finding_to_explain(findings, most_likely(findings))
+    explain = [] if puzzle is None else [f"stabilitylab explain {puzzle.kind}"]
+    return [*explain, f"stabilitylab trial {shlex.quote(folder)} --plan --json"]
 
 
 def _has_setup(folder: Path) -> bool:

@@ -165,7 +165,10 @@ def _remedy_lines(finding: Finding, width: int, colour: bool, limit: int | None)
         yield text.replace(f"{verdict}:", _paint(f"{verdict}:", verdict, colour), 1)
 
 # %% ../../nbs/api/report/04_terminal.ipynb #6d0fdda4
-def _to_explain(findings: Findings, likely: MostLikely | None) -> Finding | None:
+def finding_to_explain(
+    findings: Findings,  # findings of one run
+    likely: MostLikely | None,  # their most likely cause
+) -> Finding | None:  # None where a named cause leaves nothing to tell apart
     "The finding whose causes are told apart: one that the likely cause rests on, else the first."
     above = [f for f in findings if f.severity != "info"]
     because = () if likely is None else likely.because
@@ -178,9 +181,12 @@ def _to_explain(findings: Findings, likely: MostLikely | None) -> Finding | None
         return finding.kind in OF_MACHINE, finding.kind == "grad_below_epsilon", order
 
     suspect = min(above, key=rank, default=None)
-    # where a cause of another kind is named, a slow machine is not what to read about
-    is_named = likely is not None and bool(likely.id)
-    return None if suspect is None or (is_named and suspect.kind in OF_MACHINE) else suspect
+    if suspect is None or likely is None:
+        return suspect
+    # where a cause of another kind is named, a slow machine is not what to read about, nor what followed it
+    is_sure = likely.confidence == "high" and likely.step is not None
+    follows = is_sure and suspect.onset is not None and suspect.onset > likely.step
+    return None if follows or (likely.id and suspect.kind in OF_MACHINE) else suspect
 
 
 def run_text(
@@ -202,19 +208,12 @@ def run_text(
         lines += ["", findings_text(findings, width, colour, remedies)]
     if text.unseen:
         lines += ["", _wrapped(text.unseen, width, 2, 2)]
-    suspect = _to_explain(findings, text.likely)
-    if suspect is not None and not _only_follows(suspect, text.likely):
+    suspect = finding_to_explain(findings, text.likely)
+    if suspect is not None:
         lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {suspect.kind}"]
     if text.replay:
         lines += ["", "  " + _paint(text.replay_words, "head", colour) + " " + text.replay]
     return "\n".join(lines)
-
-
-def _only_follows(finding: Finding, likely: MostLikely | None) -> bool:
-    "Whether a finding began after a cause of high confidence, so that causes of its own would mislead."
-    if likely is None or likely.confidence != "high" or likely.step is None:
-        return False
-    return finding.onset is not None and finding.onset > likely.step
 
 
 _CAUSE, _NEXT = "Most likely cause:", "What to do next:"

@@ -11,6 +11,7 @@ import re
 import numpy as np
 import xarray as xr
 
+from ..context import model_parts
 from ..findings import Finding, evidence_words
 from stabilitylab.detect.layers.activations import (
     columns_above,
@@ -328,14 +329,6 @@ def _holds_any(run: xr.DataTree, variables: tuple[tuple[str, str], ...]) -> bool
     return any(group_of(run, group, name) is not None for group, name in variables)
 
 
-def _may_attend(run: xr.DataTree) -> bool:
-    "Whether a record's model may have attention: a module of such a kind or name, or none that is named."
-    table = group_of(run, "activations")
-    columns = [] if table is None else [table[name].values for name in ("kind", "module") if name in table]
-    labels = [str(label).lower() for column in columns for label in column]
-    return not labels or any("att" in label for label in labels)
-
-
 def not_shown(
     run: xr.DataTree,  # a record
 ) -> list[str]:  # phrases; [] for a log, which has no layer measurements at all
@@ -343,7 +336,9 @@ def not_shown(
     if group_of(run, "activations") is None:
         return []
     topics = [topic for topic, variables in _NEEDS.items() if not _holds_any(run, variables)]
-    missing = [evidence_words(topic) for topic in topics if topic != "unseen attention" or _may_attend(run)]
+    parts = model_parts(run)
+    may_attend = not parts or "attention" in parts
+    missing = [evidence_words(topic) for topic in topics if topic != "unseen attention" or may_attend]
     scalars = group_of(run, "scalars", min_steps=1)
     if scalars is not None and loss_name(run) is None:
         missing.insert(0, evidence_words("unseen loss"))
