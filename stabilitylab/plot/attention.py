@@ -19,16 +19,14 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ..names.errors import bad_input
-from .scene import colour, label
+from .scene import colour, label, with_unit
 
 # %% ../../nbs/api/plot/40_attention.ipynb #95d84ad8
 def _axis_label(
     values: xr.DataArray,  # computed values
 ) -> str:  # name and unit, as an axis shows them
     "Name and unit of a value."
-    units = values.attrs.get("units", "1")
-    name = label(values.attrs.get("long_name", values.name or "value"))
-    return name if units == "1" else f"{name} [{units}]"
+    return with_unit(label(values.attrs.get("long_name", values.name or "value")), values)
 
 
 def _axes(ax: Axes | None) -> Axes:

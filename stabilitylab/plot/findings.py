@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from ..detect.findings import Finding, Findings
 from .loss import few_ticks, plot_loss, plot_series
-from .scene import colour, label
+from .scene import colour, label, with_unit
 from ..run.curves import loss_name
 from ..run.scalars import series, series_names
 
@@ -194,8 +194,6 @@ def plot_findings(
 def _set_title(ax: Axes, da: xr.DataArray, last: bool, is_first: bool) -> None:
     "A title above the axes in place of a label beside them, with the log's own name where it differs."
     long_name, log_name = da.attrs.get("long_name", da.name), da.attrs.get("log_name", da.name)
-    units = da.attrs.get("units", "1")
-    unit = "" if units in ("1", "") else f" [{units}]"
     other_name = "" if log_name in (long_name, da.name) else f"  “{log_name}”"
     look: dict[str, Any] = {
         "fontsize": "small",
@@ -204,7 +202,7 @@ def _set_title(ax: Axes, da: xr.DataArray, last: bool, is_first: bool) -> None:
         "y": 1,
         "loc": "left",  # the legend stands at the right
     }
-    ax.set_title(label(f"{long_name}{unit}{other_name}", 70), **look)
+    ax.set_title(label(with_unit(long_name, da) + other_name, 70), **look)
     ax.set_ylabel("")
     if not last:
         ax.set_xlabel("")

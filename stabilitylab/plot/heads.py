@@ -25,7 +25,7 @@ from stabilitylab.plot.attention import (
     signed_ticks,
 )
 from .picture import figure_png, panel_of
-from .scene import colour, label, theme
+from .scene import colour, label, theme, with_unit
 
 # %% ../../nbs/api/plot/43_heads.ipynb #8008fe0e
 _COLUMNS = 1200  # steps that a picture keeps; each keeps the largest value of its stretch
@@ -76,8 +76,7 @@ def _log_axis(ax: Axes, values: np.ndarray) -> None:
 
 def _short_name(da: xr.DataArray, name: str) -> str:
     "A statistic and its unit, short enough for a low picture."
-    units = da.attrs.get("units", "1")
-    return label(name.replace("_", " ") + (f" [{units}]" if units != "1" else ""), 36)
+    return label(with_unit(name.replace("_", " "), da), 36)
 
 
 def _step_label(da: xr.DataArray, drawn_as: str) -> str:

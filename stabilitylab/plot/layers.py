@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from ..numerics.formats import binade_table
 from .loss import keep_extremes, short_number
 from .picture import figure_png, new_figure, scene_of
-from .scene import colour, label, line_mark, theme
+from .scene import colour, label, line_mark, theme, with_unit
 
 # %% ../../nbs/api/plot/20_layers.ipynb #91e5c287
 _NAN = -1.0  # in a table of magnitudes: a value that was measured and is no number; NaN there is absent
@@ -132,7 +132,7 @@ def plot_layers(
     ax.grid(False)
     ax.set_xlabel("step")
     ax.set_title(_count_text(values, _absent_words(n_nonfinite)), fontsize=8, color=colour("faint", ax))
-    title = label(f"{da.attrs.get('long_name', da.name)} [{da.attrs.get('units', '1')}]", 60)
+    title = label(with_unit(da.attrs.get("long_name", da.name), da), 60)
     # plain numbers: powers of ten set as formulas took a quarter of the time of a zoom
     ticks = norm.inverse(np.linspace(0, 1, 5))
     beside = None if bar else ax

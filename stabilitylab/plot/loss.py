@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..names.errors import bad_input
-from .scene import colour, label
+from .scene import colour, label, with_unit
 
 # %% ../../nbs/api/plot/02_loss.ipynb #bd2caad2
 OVERLAID_BINS = 600  # parts of the x-axis that keep their extremes, where several lines share a panel
@@ -156,9 +156,7 @@ def set_axes(
     log: bool,  # logarithmic y-axis
 ) -> None:
     "Labels with units, and tick labels that are plain numbers."
-    units = da.attrs.get("units", "1")
-    name = label(da.attrs.get("long_name", da.name), 34)
-    ax.set_ylabel(name if units in ("1", "") else f"{name} [{units}]")
+    ax.set_ylabel(with_unit(label(da.attrs.get("long_name", da.name), 34), da))
     ax.set_xlabel("step")
     if log:
         log_axis(ax)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import matplotlib as mpl
 import numpy as np
+import xarray as xr
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -111,6 +112,15 @@ def label(
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 1] + "…"
     return line.replace("$", r"\$")
+
+# %% ../../nbs/api/plot/09_scene.ipynb #15b033b2
+def with_unit(
+    name: str,  # of the values
+    values: xr.DataArray,  # with or without the attribute `units`
+) -> str:
+    "A name and the unit of its values; plain numbers have none."
+    units = values.attrs.get("units", "1")
+    return name if units in ("1", "") else f"{name} [{units}]"
 
 # %% ../../nbs/api/plot/09_scene.ipynb #25e7c693
 _FARTHEST = 20.0  # axes away from the axes; what lies farther out is drawn there, out of sight
