@@ -8,7 +8,9 @@ import pytest
 import xarray as xr
 
 from stabilitylab.detect.context import scales_its_loss
+from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts.evidence import evidence
+from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.detect.ranks import find_odd_rank
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -60,6 +62,32 @@ def facts_of(data, *names, step=None, **attrs):
     "Those facts of the record, the values with three digits."
     facts = evidence(record_of(data, step, **attrs))
     return [(float(f"{facts[name][0]:.3g}"), facts[name][1]) if name in facts else None for name in names]
+
+
+@pytest.mark.parametrize("level", [0.0, -1.0])
+@pytest.mark.parametrize("group", ["scalars", "gradients", "weights", "updates"])
+def test_numbers_that_are_zero_or_negative_break_no_fact(group, level):
+    "`diagnose` of a run whose loss fell to exactly 0 ended in a ZeroDivisionError."
+    for first in (0, 10, 30, 50):
+        data = ordinary()
+        data[group] = {name: values.copy() for name, values in data[group].items()}
+        for values in data[group].values():
+            values[first:] = level
+        facts = evidence(record_of(data))
+        assert "end_over_best" not in facts or facts["end_over_best"][0] > 0
+
+
+def test_a_momentum_next_to_one_is_the_cause_and_not_a_batch():
+    "SGD with a momentum of 0.999: `A bad batch at step 140: its labels are the suspect`."
+    data, loss = ordinary(200), np.full(200, 1.0) + 0.01 * np.sin(np.arange(200))
+    loss[[60, 90, 120, 150]] = 9.0
+    data["scalars"]["loss"] = loss
+    causes = {}
+    for momentum in (0.9, 0.999):
+        run = record_of(data, optimizer=["SGD"], momentum=momentum)
+        causes[momentum] = [cause.id for cause in ranked_causes(evidence(run, diagnose(run)))]
+    assert causes[0.999][0] == "momentum_too_high" and "momentum_too_high" not in causes[0.9]
+    assert "bad_labels" not in causes[0.999] + causes[0.9]
 
 
 def test_an_ordinary_record_has_no_events_and_its_levels():

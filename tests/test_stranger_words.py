@@ -463,6 +463,26 @@ def test_a_batch_whose_random_numbers_alone_are_out_of_line_is_not_bad(scale, ve
     assert bool(swap.bad_in_a_row) is (verdict == "bad batch")
 
 
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "bad loop value"), (1e3, "bad batch")])
+def test_a_batch_whose_target_network_alone_changed_is_not_bad(scale, verdict):
+    "A Q network's target network was replaced 50 steps before: `bad batch; 10 or more batches in a row are`."
+
+    def loss(model, x, loop):
+        return (model(x) - x @ loop["target"]).square().mean()
+
+    setup = Setup(lambda: torch.nn.Linear(3, 1), loss, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3))
+    torch.manual_seed(0)
+    states = [Snapshot(setup, setup.model().state_dict(), step=i, name=f"state {i}") for i in range(4)]
+    target, factors = torch.ones(3, 1), [1, 1, 1, scale, scale]
+    new = 30 * target if scale == 1 else target
+    values = [target, target, target, new, new]  # the batch before the suspect one has the new one, too
+    parts = [
+        {"batch": f * torch.randn(8, 3), "loop": {"target": t}} for f, t in zip(factors, values, strict=True)
+    ]
+    swap = swap_test(states, [Batch([part]) for part in parts], progress=False)
+    assert swap.verdict == verdict and ("a target network" in swap.words) is (verdict == "bad loop value")
+
+
 def test_a_loss_that_scatters_says_which_fall_would_show():
     "A flow model's median loss fell from 8.6 to 1.8: `a fall of a few hundredths would not show`."
     loss = np.exp(np.random.default_rng(0).normal(0, 1.5, 60))

@@ -329,7 +329,9 @@ def _swap_command(findings: Findings) -> str:
 
 def _rival(cause: Cause, first: Cause) -> dict:
     "A runner-up, with what speaks against it."
-    against = list(cause.against) or [f"less speaks for it: {cause.score:.0f} to {first.score:.0f}"]
+    less = f"less speaks for it: {cause.score:.3g} to {first.score:.3g}"
+    as_much = "nothing, as much speaks for it as for the first"
+    against = list(cause.against) or [less if cause.score < first.score else as_much]
     return {"id": cause.id, "cause": cause.words, "against": against, "cures": list(cause.cures)}
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #92a2bad7

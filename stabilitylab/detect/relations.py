@@ -12,6 +12,7 @@ import xarray as xr
 from .findings import Finding, evidence_words
 from .layers.activations import median_of_finite
 from .limits import count_limit, limit
+from .loss.evaluations import objective_type
 from .settings import rate_at
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
@@ -301,9 +302,11 @@ def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
 
 
 def _outlived(f: Finding, run: xr.DataTree) -> Finding:
-    "The gradient of a parameter that grew early and no longer does, while the loss went on falling: a note."
+    "The gradient of a parameter that grew without harm: with a moving target, or early while the loss fell."
     loss, gradients = loss_curve(run), group_of(run, "gradients", "grad_norm")
     is_warning = f.kind == "grad_norm_explosion" and f.severity == "warning"
+    if is_warning and objective_type(run).moving:
+        return f.with_(severity="info", evidence=f.evidence | {"note": evidence_words("moving gradient")})
     if not is_warning or loss is None or gradients is None or f.modules[0] not in gradients.param:
         return f
     norm = gradients.grad_norm.sel(param=[f.modules[0]]).values

@@ -295,6 +295,7 @@ def attrs_of(
         "optimizer": [type(o).__name__ for o in params.optimizers],
         "betas": [_number(beta) for beta in first.get("betas") or ()],
         "eps": _number(first.get("eps")),
+        "momentum": _number(first.get("momentum")),
         "shapes": {name: list(p.shape) for name, p in named},
         "trainable": [name for name, p in named if p.requires_grad],
         "world_size": world,

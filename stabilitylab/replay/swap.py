@@ -16,14 +16,18 @@ from tqdm.auto import tqdm
 
 from ..names.encode import plain
 from ..names.errors import bad_input
+from ..numerics.pytree import LOOP, loop_values, tensors_of
 from .state import Batch, Snapshot
-from .step import replay
+from .step import Replayed, replay
 
 # %% ../../nbs/api/replay/03_swap.ipynb #10c82d85
 _VERDICTS = {
     "bad batch": "the batch is out of line from every state",
     "bad draw": "the batch is out of line from every state with the random numbers of its step (times, noise,"
     " masks), and like the others with those of other steps: its samples are ordinary",
+    "bad loop value": "the batch is out of line from every state with what the loop held at its step (such as"
+    " a target network or a hidden state), and like the others with what it held at other steps: its samples"
+    " are ordinary",
     "bad state": "the state is out of line with every batch",
     "bad batch and bad state": "both are out of line, each on its own",
     "combination": "only this batch in this state is out of line",
@@ -278,8 +282,30 @@ def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
             return count
     return 0
 
+# %% ../../nbs/api/replay/03_swap.ipynb #0a0723e8
+def _with_draw(suspect: Batch, other: Batch) -> Batch | None:
+    "The samples of a batch with the random numbers of another; None where they cannot be exchanged."
+    can_take = suspect.rng and len(other.rng) == len(suspect.rng)
+    return replace(suspect, rng=other.rng) if can_take else None
 
-def _of_draws(
+
+def _shapes_beside(batch: Batch) -> list[list]:
+    "The shapes of what the loop held, by micro-batch."
+    return [list(map(np.shape, tensors_of(loop_values(part)))) for part in batch.parts]
+
+
+def _with_loop(suspect: Batch, other: Batch) -> Batch | None:
+    "The samples of a batch with what the loop held at another; None where it cannot be exchanged."
+    if not any(map(loop_values, suspect.parts)) or _shapes_beside(suspect) != _shapes_beside(other):
+        return None
+    pairs = zip(suspect.parts, other.parts, strict=True)
+    return replace(suspect, parts=[part | {LOOP: loop_values(of_other)} for part, of_other in pairs])
+
+
+_EXCHANGED = {"bad draw": _with_draw, "bad loop value": _with_loop}  # verdict -> what it is to blame
+
+
+def _of_circumstances(
     verdict: str,
     cells: dict[str, np.ndarray],
     states: Sequence[Snapshot],
@@ -287,21 +313,31 @@ def _of_draws(
     device: str | None,
     factor: float,
 ) -> str:
-    "The verdict; 'bad draw' where the bad batch is like the others with the random numbers of other batches."
+    "The verdict; another where the samples of the bad batch are like the others in what other batches had."
     *controls, suspect = batches
-    has_draws = suspect.rng and all(len(batch.rng) == len(suspect.rng) for batch in controls)
-    if verdict != "bad batch" or not has_draws:
+    if verdict != "bad batch":
         return verdict
-    # another one for each state: a single draw might itself be out of line
-    drawn = [replace(suspect, rng=controls[i % len(controls)].rng) for i in range(len(states))]
-    steps = [replay(state, batch, device, record=False) for state, batch in zip(states, drawn, strict=True)]
+    for finer, exchange in _EXCHANGED.items():
+        # another one for each state: a single draw might itself be out of line
+        drawn = [exchange(suspect, controls[i % len(controls)]) for i in range(len(states))]
+        exchanged = [batch for batch in drawn if batch is not None]
+        if len(exchanged) < len(states):
+            continue
+        steps = [replay(s, batch, device, record=False) for s, batch in zip(states, exchanged, strict=True)]
+        if not _is_bad_batch(_with_column(cells, steps), factor):
+            return finer
+    return verdict
+
+
+def _with_column(cells: dict[str, np.ndarray], steps: Sequence[Replayed]) -> dict[str, np.ndarray]:
+    "The tables with other steps in place of the suspect batch; the suspect state is not run."
     tables = {}
     for name, values in cells.items():
-        column = [*(getattr(step, name) for step in steps), np.nan]  # the suspect state is not run
+        column = [*(getattr(step, name) for step in steps), np.nan]
         tables[name] = np.column_stack([values[:, :-1], column])
-    return verdict if _is_bad_batch(tables, factor) else "bad draw"
+    return tables
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #0a0723e9
 def _bad_after(
     cells: dict[str, np.ndarray],
     states: Sequence[Snapshot],
@@ -313,11 +349,7 @@ def _bad_after(
     count = 0
     for batch in islice(later, _LATER):
         steps = [replay(state, batch, device, record=False) for state in states]
-        tables = {}
-        for name, values in cells.items():
-            column = [*(getattr(step, name) for step in steps), np.nan]  # the suspect state is not run
-            tables[name] = np.column_stack([values[:, :-1], column])
-        if not _is_bad_batch(tables, factor):
+        if not _is_bad_batch(_with_column(cells, steps), factor):
             break
         count += 1
     return count
@@ -349,7 +381,8 @@ def swap_test(
     before, n = _bad_before(judged, min_factor), shape[1]
     judged = _columns(judged, [*range(n - 1 - before), n - 1])  # bad batches are no controls
     verdict, decided_by, evidence = _decide(judged, min_factor)
-    verdict = _of_draws(verdict, judged, snapshots[:-1], batches, device, min_factor)
+    run_again = [*batches[: n - 1 - before], batches[-1]]
+    verdict = _of_circumstances(verdict, judged, snapshots[:-1], run_again, device, min_factor)
     is_bad = "bad batch" in verdict
     after = _bad_after(judged, snapshots[:-1], later, device, min_factor) if is_bad else 0
     table = xr.Dataset(

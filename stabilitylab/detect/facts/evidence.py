@@ -169,6 +169,9 @@ def _of_findings(steps: Steps, findings: Sequence[Finding], facts: RunFacts) -> 
     facts_found: RunFacts = {
         f"{'noted' if f.severity == 'info' else 'found'} {f.kind}": (1.0, f.onset) for f in findings
     }
+    spikes = [f for f in findings if f.kind == "loss_spike" and f.severity != "info" and not f.modules]
+    if spikes:
+        facts_found["spikes"] = (float(len(spikes)), spikes[0].onset)
     jump = next((f for f in findings if f.kind == "lr_jump" and f.severity != "info"), None)
     if jump is None or jump.onset is None:
         return facts_found
@@ -186,5 +189,8 @@ def _after_rate(steps: Steps, onset: int) -> RunFacts:
     before, after = values_before(steps.loss, at), steps.loss[at + 1 : at + 1 + short]
     if not len(before) or not len(after):
         return {}
-    rise = np.inf if not np.isfinite(after).all() else float(np.median(after) / np.median(before))
+    level = float(np.median(before))
+    if level <= 0:  # a loss around zero or below it has no ratio
+        return {}
+    rise = np.inf if not np.isfinite(after).all() else float(np.median(after) / level)
     return {"worse_after_rate": (rise, onset)}

@@ -42,13 +42,14 @@ def _of_start(steps: Steps) -> RunFacts:
     if len(finite) < 2 * short or steps.step[0] > short:
         return {}
     end, peak = float(np.median(finite[-short:])), float(finite[:short].max())
+    best = float(pd.Series(finite).rolling(few).median().min())
     facts: RunFacts = {
         "early_rise": (
             peak / finite[0] if finite[0] > 0 else np.nan,
             steps.step[int(np.nanargmax(loss[:short]))],
         ),
         "fall": (1 - end / finite[0] if finite[0] > 0 else np.nan, steps.step[-1]),
-        "end_over_best": (end / float(pd.Series(finite).rolling(few).median().min()), steps.step[-1]),
+        "end_over_best": (end / best if best > 0 else np.nan, steps.step[-1]),
     }
     chance = float(np.log(classes)) if classes > 2 else 0.0
     if chance and _may_be_cross_entropy(steps, float(finite[0]), chance):
@@ -80,6 +81,9 @@ def _of_updates(steps: Steps) -> RunFacts:
         facts |= _without_gradient(grads)
     if steps.run.attrs.get("eps") is not None:
         facts["eps"] = (float(steps.run.attrs["eps"]), None)
+    momentum = steps.run.attrs.get("momentum")
+    if momentum is not None and 0 <= momentum < 1:
+        facts["momentum"], facts["memory"] = (momentum, None), (1 / (1 - momentum), None)
     if ratio is not None:
         finite = np.where(np.isfinite(ratio.values), ratio.values, np.nan)
         sides = steps.run.attrs.get("shapes", {})
