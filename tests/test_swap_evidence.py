@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from stabilitylab import Recorder
+from stabilitylab import Recorder, Setup, batch_of, snapshot_of
 from stabilitylab.cases.registry import sample
 from stabilitylab.cli.main import main
 from stabilitylab.detect.diagnose import diagnose
@@ -56,6 +56,21 @@ def recorded(tmp_path):
             recorder.step(loss)
     (path / "replay_setup.py").write_text(SETUP)
     return path
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_swap_of_equal_batches_says_that_it_can_tell_nothing_of_them(same):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+    setup = Setup(
+        lambda: torch.nn.Linear(4, 2),
+        lambda model, batch: model(batch["x"]).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    )
+    states = [snapshot_of(setup, model.state_dict()) for _ in range(3)]
+    batches = [batch_of({"x": x if same else x + 0.01 * i}) for i in range(4)]
+    words = swap.swap_test(states, batches, progress=False).words
+    assert ("all batches of the test are the same" in words) == same
 
 
 def told(path, capsys, *options):

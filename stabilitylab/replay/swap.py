@@ -137,6 +137,9 @@ def _update_words(table: xr.Dataset) -> str:
     )
 
 
+_ONE_BATCH = (
+    "; all batches of the test are the same, so neither another batch nor another order can tell anything"
+)
 _HIGHER = 1.1  # factor by which a loss counts as higher than the usual one; our convention
 _RANGE_BATCHES = 3  # other batches that their range takes, at least; our convention
 
@@ -171,6 +174,7 @@ class SwapTest:
     bad_in_a_row: int = 0  # length of the series of bad batches with the suspect one; 0: it is not bad
     is_longer: bool = False  # whether the series may extend beyond the tested batches
     reason: str = ""  # recorded evidence on the steps that led to a bad state
+    is_one_batch: bool = False  # whether all batches hold the same numbers
 
     @property
     def words(self) -> str:
@@ -180,10 +184,11 @@ class SwapTest:
         reason = f"; {self.reason}" if self.reason and "bad state" in self.verdict else ""
         words = _update_words(self.table) if self.verdict == "bad state" else ""
         if self.verdict == "neither":
-            words = _learned_words(self.table) or _highest_words(self.table)
+            words = _learned_words(self.table) or ("" if self.is_one_batch else _highest_words(self.table))
         if self.verdict == "cannot tell":
             words = _undecided_words(self.table)
-        return (words or _VERDICTS[self.verdict]) + row + reason
+        same = _ONE_BATCH if self.is_one_batch else ""
+        return (words or _VERDICTS[self.verdict]) + row + reason + same
 
     def to_dict(self) -> dict:
         "The test as plain data for JSON."
@@ -338,6 +343,12 @@ def _with_column(cells: dict[str, np.ndarray], steps: Sequence[Replayed]) -> dic
     return tables
 
 # %% ../../nbs/api/replay/03_swap.ipynb #0a0723e9
+def _is_one_batch(batches: Sequence[Batch]) -> bool:
+    "Whether all batches hold the same numbers."
+    contents = {tuple(batch.ids) for batch in batches}
+    return len(contents) == 1 and contents != {()}
+
+
 def _bad_after(
     cells: dict[str, np.ndarray],
     states: Sequence[Snapshot],
@@ -398,6 +409,7 @@ def swap_test(
     )
     is_longer = is_bad and (after == _LATER or 0 < before == n - 3)
     in_a_row = before + 1 + after if is_bad else 0
-    swap = SwapTest(verdict, decided_by, table, evidence, in_a_row, is_longer)
+    is_one = _is_one_batch(batches)
+    swap = SwapTest(verdict, decided_by, table, evidence, in_a_row, is_longer, is_one_batch=is_one)
     table.attrs |= {"words": swap.words, "bad_in_a_row": in_a_row}
     return swap
