@@ -190,6 +190,20 @@ def test_a_step_of_milliseconds_that_became_slow_is_a_note(usual, severity):
     assert finding.severity == severity
 
 
+@pytest.mark.parametrize(
+    ("device", "last", "severity"),
+    [("cpu", 250, "info"), ("cpu", 400, "warning"), ("cuda", 250, "warning"), (None, 250, "warning")],
+)
+def test_a_slow_stretch_of_a_cpu_that_came_back_is_a_note(device, last, severity):
+    at = np.arange(400)
+    times = np.where((at >= 200) & (at < last), 1.5, 0.5) * np.exp(noisy(0, 400))
+    run = run_of(loss=noisy(3, 400), step_time=times)
+    run.attrs |= {} if device is None else {"device": device}
+    (finding,) = diagnose(run).of("throughput_drop")
+    assert finding.severity == severity
+    assert ("other work on the machine" in finding.explanation) == (severity == "info")
+
+
 @pytest.mark.parametrize("name", ["step_time", "throughput"])
 def test_a_slow_stretch_is_told_in_the_unit_that_was_logged(name):
     times = np.where(np.arange(400) < 200, 0.5, 1.5) * np.exp(noisy(0, 400))

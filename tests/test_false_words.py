@@ -578,6 +578,28 @@ def test_a_share_of_hardly_anything_is_no_negative_zero():
     assert "median share 0.0% of 3; 2 point the other way" in line
 
 
+SIGNS = [1] * 9 + [-1] * 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([(0.5 * sign, 1.0, sign) for sign in SIGNS], "as each has the same gradient or its negative)"),
+        ([(1 / 16, 1.0, 1.0)] * 16, "no sample stands out, as each has the same gradient)"),
+        ([(1 / 16, 4.0, 0.25)] * 16, "the shares are equal in size, so no"),  # of orthogonal ones
+        ([(1 / 16, 1.0 + at, 1.0) for at in range(16)], "the shares are equal in size"),  # of unlike weights
+        ([(0.5 * sign * (1 + 0.01 * (at == 3)), 1.0, sign) for at, sign in enumerate(SIGNS)], ""),
+        ([(0.5, 1.0, 1.0)] * 2, ""),  # both are named
+        ([(0.0, 0.0, "nan")] * 16, ""),
+    ],
+)
+def test_samples_that_share_one_gradient_are_said_to_do_so(rows, words):
+    "The three largest of 16 equal shares were named as if they were the heaviest."
+    keys = ("sample", "loss", "share", "grad_norm", "cosine")
+    line = samples_line([dict(zip(keys, (at, 0.7, *row), strict=True)) for at, row in enumerate(rows)])
+    assert words in line and bool(words) == ("stands out" in line)
+
+
 def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
     rows = [{"sample": at, "loss": 1.0, "grad_norm": "inf", "share": "nan", "cosine": "nan"} for at in (0, 1)]
     line = samples_line(rows)

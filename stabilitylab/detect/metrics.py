@@ -179,6 +179,13 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
     return slow_findings
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #da2ef570
+def _of_shared_cpu(f: Finding, times: Curve) -> Finding:
+    "A slow stretch of a CPU that came back is a note: whatever else the machine did explains it too."
+    if f.end == times.step[-1]:
+        return f
+    return f.with_(severity="info", evidence=f.evidence | {"note": evidence_words("shared CPU")})
+
+
 def find_throughput_drop(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # one finding per lasting drop, up to its last slow step; many are one
@@ -204,6 +211,8 @@ def find_throughput_drop(
                 )
             )
         last_index = last
+    if run.attrs.get("device") == "cpu":
+        findings = [_of_shared_cpu(f, times) for f in findings]
     if len(findings) <= count_limit("most_alike"):
         return findings
     worst = max(findings, key=lambda f: f.evidence["factor"])

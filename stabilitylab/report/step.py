@@ -203,6 +203,7 @@ def audit_html(
 _HEAVIEST, _MOST_NAMED = 3, 8  # samples that a line names
 _SAME_LOSS = 0.01  # by which two losses may differ and are called one: our convention
 _SPACING = 2.0**-23  # of float32 beside 1: IEEE 754
+_EQUAL = 1e-3  # by which part sizes may differ and are called equal: our convention
 
 
 def _finite_shares(samples: list[dict]) -> list[dict]:
@@ -221,6 +222,27 @@ def _not_finite(samples: list[dict]) -> str:
     return ""
 
 
+def _are_equal(values: list) -> bool:
+    "Whether numbers are equal in size; None and words of what is not finite are not."
+    if not all(isinstance(value, (int, float)) for value in values):
+        return False
+    sizes = list(map(abs, values))
+    return bool(sizes) and max(sizes) - min(sizes) < _EQUAL * max(sizes)
+
+
+def _equal_shares(samples: list[dict]) -> str:
+    "That no sample stands out, and why where gradients show it; '' where shares differ or all are named."
+    if len(samples) <= _HEAVIEST or not _are_equal([row["share"] for row in samples]):
+        return ""
+    cosines = [row.get("cosine", 0.0) for row in samples]
+    # unit vectors that are nearer to each other than the sizes may be
+    is_along = _are_equal(cosines) and min(map(abs, cosines)) > 1 - _EQUAL**2 / 2
+    if not is_along or not _are_equal([row.get("grad_norm") for row in samples]):
+        return "; the shares are equal in size, so no sample stands out"
+    negative = " or its negative" if any(row["share"] < 0 for row in samples) else ""
+    return f"; no sample stands out, as each has the same gradient{negative}"
+
+# %% ../../nbs/api/report/07_step.ipynb #c4edc1fb
 def replay_text(
     result: dict,  # the JSON of a replay, with `run`
 ) -> str:  # lines
@@ -234,6 +256,7 @@ def replay_text(
         words["other_loss"] = losses[0]
     both = [loss for loss in map(result.get, ("recorded_loss", "loss")) if isinstance(loss, float)]
     words["is_rounding"] = len(both) == 2 and isclose(*both, rel_tol=_SPACING)
+    words["equal_shares"] = _equal_shares(result.get("samples", []))
     words["samples_not_finite"] = _not_finite(result.get("samples", []))
     where = device_words(result.get("device", {}))
     return render("replay", **words, where=where, **result)
