@@ -22,7 +22,7 @@ from stabilitylab.detect.layers.parameters import (
     find_no_gradient,
     find_wide_init,
 )
-from stabilitylab.detect.likely_cause import most_likely, ranked_causes
+from stabilitylab.detect.likely_cause import MostLikely, most_likely, ranked_causes
 from stabilitylab.detect.loss.trend import find_not_learning
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.fixes.training import Training
@@ -359,6 +359,17 @@ def test_a_trial_that_tries_nothing_names_what_was_found(monkeypatch):
     ):
         (note,) = plan.plan_trial(recording, Findings([Finding("dead_units", severity, 5)])).notes
         assert words in note
+
+
+@pytest.mark.parametrize(
+    ("id", "cures", "n"), [("softmax_twice", (), 1), ("rate_too_high", ("lower_lr",), 0)]
+)
+def test_a_trial_says_that_only_a_change_of_the_program_mends_the_cause(monkeypatch, id, cures, n):
+    "A sigmoid in front of the loss with its own: the trial offered LoRA and another epsilon without a word."
+    cause = MostLikely("Wrong.", (), ("Hand over the logits",), id=id, cures=cures)
+    monkeypatch.setattr(plan, "cause_of", lambda findings, run: cause)
+    notes = plan._beyond_fixes([], SimpleNamespace(run=None))
+    assert len(notes) == n and all("in the program: Hand over the logits." in note for note in notes)
 
 
 class Checks(torch.nn.Module):

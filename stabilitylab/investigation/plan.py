@@ -113,7 +113,11 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     aim = partial(aimed, findings=findings, recording=recording, first=start.step)
     suggestions, refused = _that_fit(start, list(map(aim, suggestions)), device)
     unfit = _unsuited(findings, recording) | refused
-    notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
+    notes = [
+        *notes,
+        *_beyond_fixes(findings, recording),
+        *(trial_note("unfit", name=name, why=why) for name, why in unfit.items()),
+    ]
     # a trial without a fix that fits still shows whether the failure comes again
     wanted = [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
     return Plan(start, [arm for arm in wanted if arm.name not in unfit], length, notes, suggestions, unfit)
@@ -141,6 +145,17 @@ def _refuse(start: Start, arms: list[Arm], device: str) -> None:
     if refused:
         name, why = next(iter(refused.items()))
         raise InputError(f"{name} cannot be tried: {why}")
+
+
+_MENDED_BY_TRIAL = "gradients_not_cleared"  # a trial clears them, and says so
+
+
+def _beyond_fixes(findings: Sequence[Finding], recording: Recording) -> list[str]:
+    "That only a change of the program mends the likely cause; [] where a fix does."
+    cause = cause_of(findings, recording.run)
+    if cause is None or cause.id in ("", _MENDED_BY_TRIAL) or cause.cures or not cause.next:
+        return []
+    return [trial_note("in the program", next=cause.next[0])]
 
 
 def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, str]:

@@ -6,6 +6,7 @@
 __all__ = ['blame', 'TokenLosses', 'token_losses', 'TextLosses', 'without', 'ablate']
 
 # %% ../../nbs/api/replay/06_blame.ipynb #2bcb15d9
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -46,7 +47,10 @@ def _gradient(
         return float("nan"), torch.zeros(
             sum(p.numel() for p in params), dtype=torch.float64, device=params[0].device
         )
-    loss = setup.loss(model, sample.of(batch))
+    # a loss may warn of the shape of one sample, which the batch did not have
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        loss = setup.loss(model, sample.of(batch))
     loss.backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     return float(loss.detach()), torch.cat([grad.flatten().double() for grad in grads])
