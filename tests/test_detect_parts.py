@@ -66,12 +66,12 @@ def group(label, **values):
     return xr.Dataset({n: (dims[n], np.asarray(v, float), UNITS) for n, v in values.items()}, coords)
 
 
-def exponents(low_columns):
-    "Gradients of size one, and of 2^-20 in some modules."
+def exponents(low_columns, begin=0):
+    "Gradients of size one, and of 2^-20 in some modules from a record on."
     counts = np.zeros((len(STEPS), len(NAMES), 254))
     counts[:, :, 126] = 1
     for column in low_columns:
-        counts[:, column, 126], counts[:, column, 106] = 0.2, 0.8
+        counts[begin:, column, 126], counts[begin:, column, 106] = 0.2, 0.8
     return counts
 
 
@@ -90,9 +90,9 @@ FAULTS = {  # name -> (detector, its group, variables it needs, other parts of t
     "underflow": (
         find_underflow,
         "sampled_activations",
-        {"grad_exponents": exponents([3])},
+        {"grad_exponents": exponents([3], 2)},
         {"scalars": SCALE},
-        (0, ("d",)),
+        (int(STEPS[2]), ("d",)),
     ),
     "massive": (
         find_massive_activation,

@@ -218,13 +218,15 @@ def find_underflow(
     exponents = sampled.grad_exponents
     live = exponents.sel(exponent=slice(-126, 127)).sum("exponent")  # neither zero nor NaN or infinite
     low = exponents.sel(exponent=slice(-126, minimum - 1)).sum("exponent")
-    share = np.nan_to_num(median_of_finite((low / live.where(live > 0)).values))
+    shares = (low / live.where(live > 0)).values
+    share = np.nan_to_num(median_of_finite(shares))
     order = columns_above(share, "majority")
     if not len(order):
         return []
+    onset = sampled.step.values[np.argmax(shares[:, order[0]] > limit("majority"))]
     evidence = {"n": len(order), "share": float(share[order[0]]), "format": name}
     modules = first_names(sampled.module, order)
-    return [Finding("underflow", "warning", sampled.step.values[0], modules=modules, evidence=evidence)]
+    return [Finding("underflow", "warning", onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #5819943a
 def find_dead_units(run: xr.DataTree) -> list[Finding]:  # at most one
