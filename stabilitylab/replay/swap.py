@@ -8,7 +8,7 @@ __all__ = ['SwapTest', 'swap_test']
 # %% ../../nbs/api/replay/03_swap.ipynb #5170124e
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 import xarray as xr
@@ -18,7 +18,7 @@ from ..names.encode import plain
 from ..names.errors import bad_input
 from ..numerics.pytree import LOOP, loop_values, tensors_of
 from .state import Batch, Snapshot
-from .step import Replayed, replay
+from .step import replay
 
 # %% ../../nbs/api/replay/03_swap.ipynb #10c82d85
 _VERDICTS = {
@@ -75,16 +75,12 @@ def _factors(values: np.ndarray, min_factor: float) -> dict[str, float] | None:
     return {"batch": batch, "state": state, "suspect": suspect, "beyond": beyond} | limits
 
 
+_OF_PARTS = {(True, True): "bad batch and bad state", (True, False): "bad batch", (False, True): "bad state"}
+
+
 def _named(is_batch: bool, is_state: bool, is_beyond: bool) -> str:
     "The verdict on what is out of line."
-    match is_batch, is_state:
-        case True, True:
-            return "bad batch and bad state"
-        case True, False:
-            return "bad batch"
-        case False, True:
-            return "bad state"
-    return "combination" if is_beyond else "neither"
+    return _OF_PARTS.get((is_batch, is_state), "combination" if is_beyond else "neither")
 
 # %% ../../nbs/api/replay/03_swap.ipynb #871a0f3f
 def _excess(factors: dict[str, float], part: str) -> float:
@@ -101,9 +97,8 @@ def _evidence(factors: dict[str, float]) -> dict[str, float]:
     "The factors themselves, and the limit of the part that is furthest out of line."
     leading = max(_PARTS, key=lambda part: _excess(factors, part))
     shares = {name: factors[name] for name in ("batch", "state", "suspect")}
-    return {
-        name: float(np.exp(x)) for name, x in (shares | {"limit": factors[f"limit of {leading}"]}).items()
-    }
+    logs = shares | {"limit": factors[f"limit of {leading}"]}
+    return {name: float(np.exp(x)) for name, x in logs.items()}
 
 # %% ../../nbs/api/replay/03_swap.ipynb #a35e0012
 def _has_learned(loss: np.ndarray) -> bool:
@@ -137,9 +132,7 @@ def _update_words(table: xr.Dataset) -> str:
     )
 
 
-_ONE_BATCH = (
-    "; all batches of the test are the same, so neither another batch nor another order can tell anything"
-)
+_ONE_BATCH = "; all batches of the test are the same, so no other batch or order can tell anything"
 _HIGHER = 1.1  # factor by which a loss counts as higher than the usual one; our convention
 _RANGE_BATCHES = 3  # other batches that their range takes, at least; our convention
 
@@ -310,37 +303,39 @@ def _with_loop(suspect: Batch, other: Batch) -> Batch | None:
 _EXCHANGED = {"bad draw": _with_draw, "bad loop value": _with_loop}  # verdict -> what it is to blame
 
 
-def _of_circumstances(
-    verdict: str,
-    cells: dict[str, np.ndarray],
-    states: Sequence[Snapshot],
-    batches: Sequence[Batch],
-    device: str | None,
-    factor: float,
-) -> str:
-    "The verdict; another where the samples of the bad batch are like the others in what other batches had."
-    *controls, suspect = batches
-    if verdict != "bad batch":
-        return verdict
-    for finer, exchange in _EXCHANGED.items():
+@dataclass(frozen=True)
+class _Controls:
+    "The tables of a swap test, and what runs other batches in place of the suspect one."
+
+    cells: dict[str, np.ndarray]
+    states: Sequence[Snapshot]  # without the suspect one
+    device: str | None
+    factor: float  # smallest ratio to the controls that counts as abnormal
+
+    def shows_bad(
+        self,
+        batches: Sequence[Batch],  # one for each control state
+    ) -> bool:
+        "Whether other batches in place of the suspect one are out of line."
+        pairs = zip(self.states, batches, strict=True)
+        steps = [replay(state, batch, self.device, record=False) for state, batch in pairs]
+        tables = {}
+        for name, values in self.cells.items():
+            column = [*(getattr(step, name) for step in steps), np.nan]  # the suspect state is not run
+            tables[name] = np.column_stack([values[:, :-1], column])
+        return _is_bad_batch(tables, self.factor)
+
+
+def _finer(verdict: str, controls: _Controls, batches: Sequence[Batch]) -> str:
+    "The verdict; of a bad batch another, where its samples are ordinary with what other batches had."
+    *others, suspect = batches
+    for finer, exchange in _EXCHANGED.items() if verdict == "bad batch" else ():
         # another one for each state: a single draw might itself be out of line
-        drawn = [exchange(suspect, controls[i % len(controls)]) for i in range(len(states))]
+        drawn = [exchange(suspect, others[i % len(others)]) for i in range(len(controls.states))]
         exchanged = [batch for batch in drawn if batch is not None]
-        if len(exchanged) < len(states):
-            continue
-        steps = [replay(s, batch, device, record=False) for s, batch in zip(states, exchanged, strict=True)]
-        if not _is_bad_batch(_with_column(cells, steps), factor):
+        if len(exchanged) == len(drawn) and not controls.shows_bad(exchanged):
             return finer
     return verdict
-
-
-def _with_column(cells: dict[str, np.ndarray], steps: Sequence[Replayed]) -> dict[str, np.ndarray]:
-    "The tables with other steps in place of the suspect batch; the suspect state is not run."
-    tables = {}
-    for name, values in cells.items():
-        column = [*(getattr(step, name) for step in steps), np.nan]
-        tables[name] = np.column_stack([values[:, :-1], column])
-    return tables
 
 # %% ../../nbs/api/replay/03_swap.ipynb #0a0723e9
 def _is_one_batch(batches: Sequence[Batch]) -> bool:
@@ -349,21 +344,10 @@ def _is_one_batch(batches: Sequence[Batch]) -> bool:
     return len(contents) == 1 and contents != {()}
 
 
-def _bad_after(
-    cells: dict[str, np.ndarray],
-    states: Sequence[Snapshot],
-    later: Iterable[Batch],
-    device: str | None,
-    factor: float,
-) -> int:
+def _bad_after(controls: _Controls, later: Iterable[Batch]) -> int:
     "How many batches right after the suspect one are out of line, run from the control states."
-    count = 0
-    for batch in islice(later, _LATER):
-        steps = [replay(state, batch, device, record=False) for state in states]
-        if not _is_bad_batch(_with_column(cells, steps), factor):
-            break
-        count += 1
-    return count
+    n = len(controls.states)
+    return sum(takewhile(bool, (controls.shows_bad([batch] * n) for batch in islice(later, _LATER))))
 
 # %% ../../nbs/api/replay/03_swap.ipynb #e1bb692f
 def swap_test(
@@ -392,10 +376,10 @@ def swap_test(
     before, n = _bad_before(judged, min_factor), shape[1]
     judged = _columns(judged, [*range(n - 1 - before), n - 1])  # bad batches are no controls
     verdict, decided_by, evidence = _decide(judged, min_factor)
-    run_again = [*batches[: n - 1 - before], batches[-1]]
-    verdict = _of_circumstances(verdict, judged, snapshots[:-1], run_again, device, min_factor)
+    controls = _Controls(judged, snapshots[:-1], device, min_factor)
+    verdict = _finer(verdict, controls, [*batches[: n - 1 - before], batches[-1]])
     is_bad = "bad batch" in verdict
-    after = _bad_after(judged, snapshots[:-1], later, device, min_factor) if is_bad else 0
+    after = _bad_after(controls, later) if is_bad else 0
     table = xr.Dataset(
         {
             name: (("state", "batch"), values, {"long_name": name.replace("_", " "), "units": "1"})
