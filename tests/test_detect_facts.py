@@ -83,11 +83,22 @@ def test_a_momentum_next_to_one_is_the_cause_and_not_a_batch():
     loss[[60, 90, 120, 150]] = 9.0
     data["scalars"]["loss"] = loss
     causes = {}
-    for momentum in (0.9, 0.999):
-        run = record_of(data, optimizer=["SGD"], momentum=momentum)
-        causes[momentum] = [cause.id for cause in ranked_causes(evidence(run, diagnose(run)))]
-    assert causes[0.999][0] == "momentum_too_high" and "momentum_too_high" not in causes[0.9]
-    assert "bad_labels" not in causes[0.999] + causes[0.9]
+    for momentum, dampening in ((0.9, 0.0), (0.999, 0.0), (0.999, 0.9)):
+        run = record_of(data, optimizer=["SGD"], momentum=momentum, dampening=dampening)
+        ranked = ranked_causes(evidence(run, diagnose(run)))
+        causes[momentum, dampening] = [cause.id for cause in ranked]
+        assert "bad_labels" not in causes[momentum, dampening]
+    assert causes[0.999, 0.0][0] == "momentum_too_high"
+    assert [ids for ids in causes.values() if "momentum_too_high" in ids] == [causes[0.999, 0.0]]
+
+
+def test_a_rate_far_too_high_comes_before_a_recurrence_that_is_not_clipped():
+    "A GRU at 50 times its rate: `Gradients explode through the recurrence`, beside the rate at 7 to 7."
+    facts = {"recurrent": 1.0, "grad_jumps": 13.0, "lone_event": 0.0, "early_update": 0.6, "early_rise": 3.3}
+    for rate, first in ((0.5, "rate_too_high"), (0.01, "no_clipping")):
+        rates = {"rate": rate, "adam_rate": rate, "rate_excess": rate / 0.02}
+        numbers = {name: (value, 0) for name, value in (facts | rates).items()}
+        assert ranked_causes(numbers)[0].id == first
 
 
 def test_an_ordinary_record_has_no_events_and_its_levels():

@@ -461,3 +461,13 @@ def test_an_output_that_passes_the_range_it_was_computed_in_is_an_overflow(dtype
         events=make_events([("error", 3, text, None)]),
     )
     assert find_first_non_finite(run)[0].evidence["cause"] == cause
+
+
+@pytest.mark.parametrize(("beside", "severity"), [((), "warning"), (("reward", "entropy", "kl"), "info")])
+def test_a_gradient_that_grows_with_a_moving_target_is_a_note(beside, severity):
+    "A healthy Q network: its gradients grew as its values did, and that was a warning."
+    noise = np.random.default_rng(0).normal(size=len(STEPS))
+    scalars = make_scalars({name: Samples(STEPS, 2 + 0.01 * noise) for name in ("loss", *beside)})
+    run = new_run(scalars, gradients=group("param", grad_norm=planted(1, 40, (2,))))
+    (finding,) = layer_leads(run, find_param_grad_explosion(run))
+    assert finding.severity == severity and ("note" in finding.evidence) is (severity == "info")

@@ -349,6 +349,18 @@ def test_a_warning_of_a_program_that_is_built_several_times_is_printed_once():
     assert [str(each.message) for each in printed] == ["deprecated", "another"]
 
 
+def test_the_shape_of_one_sample_is_no_warning(recwarn):
+    "A Q network's loss squeezes its batch of one, and PyTorch warned of the shapes at every replay."
+
+    def loss(model, batch):
+        return torch.nn.functional.mse_loss(model(batch[0]).squeeze(), batch[1])
+
+    setup = Setup(lambda: torch.nn.Linear(3, 1), loss, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3))
+    state = Snapshot(setup, setup.model().state_dict())
+    assert len(blame(state, Batch([(torch.randn(4, 3), torch.randn(4))]))) == 4
+    assert not [w for w in recwarn if "target size" in str(w.message)]
+
+
 def test_a_trial_that_tries_nothing_names_what_was_found(monkeypatch):
     "Dead units that the loss did not show: nothing was said to be found."
     monkeypatch.setattr(plan, "cause_of", lambda findings, run: None)
@@ -364,12 +376,11 @@ def test_a_trial_that_tries_nothing_names_what_was_found(monkeypatch):
 @pytest.mark.parametrize(
     ("id", "cures", "n"), [("softmax_twice", (), 1), ("rate_too_high", ("lower_lr",), 0)]
 )
-def test_a_trial_says_that_only_a_change_of_the_program_mends_the_cause(monkeypatch, id, cures, n):
+def test_a_trial_says_that_only_a_change_of_the_program_mends_the_cause(id, cures, n):
     "A sigmoid in front of the loss with its own: the trial offered LoRA and another epsilon without a word."
     cause = MostLikely("Wrong.", (), ("Hand over the logits",), id=id, cures=cures)
-    monkeypatch.setattr(plan, "cause_of", lambda findings, run: cause)
-    notes = plan._beyond_fixes([], SimpleNamespace(run=None))
-    assert len(notes) == n and all("in the program: Hand over the logits." in note for note in notes)
+    notes = plan._beyond_fixes(cause)
+    assert len(notes) == n and all("What to do about it: Hand over the logits." in note for note in notes)
 
 
 class Checks(torch.nn.Module):

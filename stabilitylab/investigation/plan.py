@@ -94,7 +94,8 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     "What a trial of this run will compare."
     arms = named_arms(fixes)
     suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
-    if not arms and cause_of(findings, recording.run) is None:
+    cause = cause_of(findings, recording.run)
+    if not arms and cause is None:
         return Plan(None, [], steps or STEPS, [_no_cause(findings)])
     start: Start | None
     if recording.has_box or step is not None or setup is not None:
@@ -112,10 +113,10 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
         return Plan(start, arms, length, notes, suggestions)
     aim = partial(aimed, findings=findings, recording=recording, first=start.step)
     suggestions, refused = _that_fit(start, list(map(aim, suggestions)), device)
-    unfit = _unsuited(findings, recording) | refused
+    unfit = _unsuited(cause, recording) | refused
     notes = [
         *notes,
-        *_beyond_fixes(findings, recording),
+        *_beyond_fixes(cause),
         *(trial_note("unfit", name=name, why=why) for name, why in unfit.items()),
     ]
     # a trial without a fix that fits still shows whether the failure comes again
@@ -150,17 +151,15 @@ def _refuse(start: Start, arms: list[Arm], device: str) -> None:
 _MENDED_BY_TRIAL = "gradients_not_cleared"  # a trial clears them, and says so
 
 
-def _beyond_fixes(findings: Sequence[Finding], recording: Recording) -> list[str]:
-    "That only a change of the program mends the likely cause; [] where a fix does."
-    cause = cause_of(findings, recording.run)
+def _beyond_fixes(cause: MostLikely | None) -> list[str]:
+    "That no fix of a trial mends the likely cause, and what to do; [] where one does."
     if cause is None or cause.id in ("", _MENDED_BY_TRIAL) or cause.cures or not cause.next:
         return []
-    return [trial_note("in the program", next=cause.next[0])]
+    return [trial_note("no cure", next=cause.next[0])]
 
 
-def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, str]:
+def _unsuited(cause: MostLikely | None, recording: Recording) -> dict[str, str]:
     "Cures of the likely cause that do not suit the run, and why."
-    cause = cause_of(findings, recording.run)
     unfit: dict[str, str] = {}
     for text in cause.cures if cause is not None else ():
         [row] = arm_of(text).fixes

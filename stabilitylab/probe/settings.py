@@ -296,6 +296,7 @@ def attrs_of(
         "betas": [_number(beta) for beta in first.get("betas") or ()],
         "eps": _number(first.get("eps")),
         "momentum": _number(first.get("momentum")),
+        "dampening": _number(first.get("dampening")),
         "shapes": {name: list(p.shape) for name, p in named},
         "trainable": [name for name, p in named if p.requires_grad],
         "world_size": world,

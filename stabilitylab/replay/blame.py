@@ -47,9 +47,7 @@ def _gradient(
         return float("nan"), torch.zeros(
             sum(p.numel() for p in params), dtype=torch.float64, device=params[0].device
         )
-    # a loss may warn of the shape of one sample, which the batch did not have
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # as of its shape alone
         loss = setup.loss(model, sample.of(batch))
     loss.backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/api/replay/06_samples.ipynb #5a3f0004
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -125,7 +126,8 @@ def loss_value(
     part: object,  # a micro-batch
 ) -> float:
     "The loss as a number; with a graph, as a loss may take gradients itself, such as a penalty on them."
-    with torch.enable_grad():
+    # of a step the replay has shown the warnings, and one sample warns of shapes that the batch did not have
+    with torch.enable_grad(), warnings.catch_warnings(action="ignore", category=UserWarning):
         return float(setup.loss(model, part).detach())
 
 

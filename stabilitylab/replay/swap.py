@@ -294,7 +294,7 @@ def _shapes_beside(batch: Batch) -> list[list]:
 
 def _with_loop(suspect: Batch, other: Batch) -> Batch | None:
     "The samples of a batch with what the loop held at another; None where it cannot be exchanged."
-    if not any(map(loop_values, suspect.parts)) or _shapes_beside(suspect) != _shapes_beside(other):
+    if not all(map(loop_values, suspect.parts)) or _shapes_beside(suspect) != _shapes_beside(other):
         return None
     pairs = zip(suspect.parts, other.parts, strict=True)
     return replace(suspect, parts=[part | {LOOP: loop_values(of_other)} for part, of_other in pairs])

@@ -292,8 +292,8 @@ _NOTES = {
     " --steps {wanted} or more reach it.",
     "setup": "{words}. Correct the setup first: the verdicts are on the training that it builds.",
     "not cleared": "{words}. The verdicts are on training that clears them.",
-    "in the program": "No fix of a trial mends the likely cause, which is in the program: {next}. The arms"
-    " answer what was found, not the cause.",
+    "no cure": "No fix of a trial mends the likely cause. What to do about it: {next}. The arms answer what"
+    " was found, not the cause.",
     "unfit": "{name} was suggested and cannot be tried: {why}.",
     "cleared": "With gradients cleared in each step, the run unchanged ends at {final}; the recorded run,"
     " which did not clear them, was at {recorded} after the same {steps} steps.",

@@ -82,7 +82,8 @@ def _of_updates(steps: Steps) -> RunFacts:
     if steps.run.attrs.get("eps") is not None:
         facts["eps"] = (float(steps.run.attrs["eps"]), None)
     momentum = steps.run.attrs.get("momentum")
-    if momentum is not None and 0 <= momentum < 1:
+    is_sum = steps.run.attrs.get("dampening") == 0  # only the momentum of SGD has it; with more it is a mean
+    if is_sum and momentum is not None and 0 <= momentum < 1:
         facts["momentum"], facts["memory"] = (momentum, None), (1 / (1 - momentum), None)
     if ratio is not None:
         finite = np.where(np.isfinite(ratio.values), ratio.values, np.nan)
