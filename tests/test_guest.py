@@ -588,10 +588,33 @@ def test_step_before_with_starts_the_recording(tmp_path):
     model, optimizer = fresh()
     recorder = guest(model, optimizer, tmp_path / "r")
     with pytest.warns(UserWarning, match="`step` came before `with`"):
-        loop(model, optimizer, recorder)
-    recorder.__exit__(None, None, None)
+        recorder.step(torch.tensor(loop(model, optimizer, steps=1)[0]))
+    loop(model, optimizer, recorder, steps=3)
+    recorder.close()
     run = open_run(tmp_path / "r")
     assert run["scalars"].sizes["step"] == 4 and run["activations"].rms[1:].notnull().all()
+
+
+LOOP_WITHOUT_WITH = """
+import torch
+from stabilitylab import Recorder
+model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+recorder = Recorder(model, optimizer, {path!r}, snapshot_every=2)
+for step in range(5):
+    loss = model(recorder.batch(torch.ones(1, 2))).sum()
+    loss.backward(); optimizer.step(); optimizer.zero_grad(); recorder.step(loss)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["recorder.close()", ""])
+def test_a_loop_without_with_is_recorded_from_its_first_step_and_says_nothing(tmp_path, end):
+    code = LOOP_WITHOUT_WITH.format(path=str(tmp_path / "r"), end=end)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr
+    run = open_run(tmp_path / "r")
+    assert run["scalars"].sizes["step"] == 5 and run["activations"].rms.notnull().all()
+    assert (tmp_path / "r" / "live").exists() is (not end)  # at the end of a program nothing can be merged
 
 
 @pytest.mark.slow

@@ -193,4 +193,4 @@ class RecorderCallback(_Base):
         if watch is not None:
             watch.close()
         if recorder is not None:
-            recorder.__exit__(None, None, None)
+            recorder.close()

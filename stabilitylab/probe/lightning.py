@@ -141,6 +141,6 @@ class LightningCallback(_base()):  # type: ignore[misc]
         "Closes the recorder, so that the record is complete."
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
-            recorder.__exit__(None, None, None)
+            recorder.close()
 
     on_exception = on_train_end

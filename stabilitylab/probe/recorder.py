@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -118,11 +119,17 @@ class Recorder:
             text = f"the record stays in parts, open_run reads them: {fault}"
             warn_safely(f"Recorder({str(self.path)!r}): {text}")
 
+    def close(self) -> None:
+        "End the record where no `with` does, as in a loop that is spread over methods of a class."
+        self.__exit__(None, None, None)
+
     def batch(
         self,
         batch: Any,  # input of the next forward pass; nested tensors
     ) -> Any:
         "Saves a batch and the random state for replay, and returns it; call it before each forward pass."
+        if not self.is_open and self.clock is None:  # the first batch of a loop without `with`
+            self.__enter__()
         self.guard.attempt(RECORDING, None, _take_batch, self, batch, sys._getframe(1))
         self.micro += 1
         return batch
@@ -283,6 +290,8 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
     # a forked child inherits the handler, but the record is its parent's
     if left is not None and left.pid == os.getpid():
         error = getattr(sys, "last_value", None)
+        # a merge needs threads, and none can be started any more: the parts are read as they are
+        left.options = replace(left.options, merge=False)
         left.__exit__(None if error is None else type(error), error, None)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
