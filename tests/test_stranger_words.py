@@ -34,6 +34,7 @@ from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.examine import controls
 from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, _regimes
+from stabilitylab.replay.samples import cut_to
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide, swap_test
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
@@ -503,6 +504,34 @@ def test_a_batch_whose_target_network_alone_changed_is_not_bad(scale, verdict):
     ]
     swap = swap_test(states, [Batch([part]) for part in parts], progress=False)
     assert swap.verdict == verdict and ("a target network" in swap.words) is (verdict == "bad loop value")
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "small batch"), (1e3, "bad batch")])
+def test_the_small_last_batch_of_an_epoch_is_not_bad(scale, verdict):
+    "The last 16 of 2,000 samples: a noisy gradient, called a bad batch."
+
+    def loss(model, part):
+        x, y = part
+        return (model(x) - y).square().mean()
+
+    setup = Setup(lambda: torch.nn.Linear(3, 1), loss, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3))
+    torch.manual_seed(2)
+    zeros = {name: torch.zeros_like(t) for name, t in setup.model().state_dict().items()}
+    states = [Snapshot(setup, zeros, step=i, name=f"state {i}") for i in range(4)]
+    batches = [Batch([(torch.randn(256, 3), torch.randn(256, 1))]) for _ in range(4)]
+    last = Batch([(torch.randn(8, 3), scale * torch.randn(8, 1))])
+    swap = swap_test(states, [*batches, last], progress=False)
+    assert swap.verdict == verdict and ("smaller than the others" in swap.words) is (verdict == "small batch")
+    assert swap_test(states, [*batches, batches[0]], progress=False).verdict == "neither"
+
+
+def test_a_step_of_fewer_micro_batches_is_cut_like_one_of_fewer_samples():
+    part = torch.arange(6.0).reshape(3, 2)
+    four, two = Batch([part] * 4, rng=[None] * 4), Batch([part, part[:2]])
+    cut = cut_to(four, two)
+    assert [len(p) for p in cut.parts] == [3, 2] and len(cut.rng) == 2
+    assert cut_to(two, four) is None and cut_to(four, four) is None
+    assert cut_to(Batch([part, part[:2]]), Batch([part[:2], part])) is None  # neither is the smaller one
 
 
 def test_a_loss_that_scatters_says_which_fall_would_show():

@@ -249,6 +249,7 @@ _AFTER_SWAP = {  # verdict of `swap_test` -> what to do
     "bad batch": "skip or repair this batch; look at `blame`.",
     "bad draw": "the samples are ordinary: look at what the step draws at random, and at its range.",
     "bad loop value": "the samples are ordinary: look at what the loop changed, such as a target network.",
+    "small batch": "nothing is wrong with it: few samples make a noisy step; `drop_last=True` leaves it out.",
     "bad state": "the cause lies before this step: test an earlier snapshot.",
     "bad batch and bad state": "go back to an earlier snapshot and leave this batch out.",
     "combination": "PaLM's case: go back some steps and skip these batches; the same data may pass later.",

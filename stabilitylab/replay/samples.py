@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/api/replay/06_samples.ipynb #5a3f0004
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,8 +17,10 @@ import torch
 
 from ..names.errors import InputError
 from stabilitylab.numerics.pytree import (
+    LOOP,
     batch_alone,
     loop_tensors,
+    loop_values,
     map_batch,
     map_leaves,
     map_tensors,
@@ -80,6 +82,48 @@ def one_sample(
 ) -> object:
     "One sample as a micro-batch."
     return _entries(part, slice(i, i + 1), dim)
+
+
+def cut_to(
+    batch: Batch,  # to be made smaller
+    smaller: Batch,  # has the size that is wanted
+) -> Batch | None:
+    "The first entries of a batch, as many as a smaller one has; None where that is not smaller in all parts."
+    pairs = list(zip(batch.parts, smaller.parts, strict=False))
+    try:
+        sizes = [(count_samples(part), count_samples(wanted)) for part, wanted in pairs]
+    except InputError:  # nothing says what a sample is
+        return None
+    is_larger = len(batch.parts) > len(smaller.parts) or any(n > wanted for n, wanted in sizes)
+    if not is_larger or len(batch.parts) < len(smaller.parts) or any(n < wanted for n, wanted in sizes):
+        return None
+    parts = [_entries(part, slice(0, n), 0) for (part, _), (_, n) in zip(pairs, sizes, strict=True)]
+    return replace(batch, parts=parts, rng=batch.rng[: len(parts)])
+
+# %% ../../nbs/api/replay/06_samples.ipynb #5a3f0031
+def with_draw(
+    suspect: Batch,  # whose samples are taken
+    other: Batch,  # whose random numbers are taken
+) -> Batch | None:
+    "The samples of a batch with the random numbers of another; None where they cannot be exchanged."
+    can_take = suspect.rng and len(other.rng) == len(suspect.rng)
+    return replace(suspect, rng=other.rng) if can_take else None
+
+
+def _shapes_beside(batch: Batch) -> list[list]:
+    "The shapes of what the loop held, by micro-batch."
+    return [list(map(np.shape, tensors_of(loop_values(part)))) for part in batch.parts]
+
+
+def with_loop(
+    suspect: Batch,  # whose samples are taken
+    other: Batch,  # of whose step the values of the loop are taken
+) -> Batch | None:
+    "The samples of a batch with what the loop held at another; None where it cannot be exchanged."
+    if not all(map(loop_values, suspect.parts)) or _shapes_beside(suspect) != _shapes_beside(other):
+        return None
+    pairs = zip(suspect.parts, other.parts, strict=True)
+    return replace(suspect, parts=[part | {LOOP: loop_values(of_other)} for part, of_other in pairs])
 
 # %% ../../nbs/api/replay/06_samples.ipynb #5a3f0011
 def token_losses_of(

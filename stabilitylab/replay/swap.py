@@ -7,7 +7,7 @@ __all__ = ['SwapTest', 'swap_test']
 
 # %% ../../nbs/api/replay/03_swap.ipynb #5170124e
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 import numpy as np
@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from ..names.encode import plain
 from ..names.errors import bad_input
-from ..numerics.pytree import LOOP, loop_values, tensors_of
+from .samples import cut_to, with_draw, with_loop
 from .state import Batch, Snapshot
 from .step import replay
 
@@ -28,6 +28,8 @@ _VERDICTS = {
     "bad loop value": "the batch is out of line from every state with what the loop held at its step (such as"
     " a target network or a hidden state), and like the others with what it held at other steps: its samples"
     " are ordinary",
+    "small batch": "the batch is smaller than the others, and like them once they are cut to its size: its"
+    " samples are ordinary",
     "bad state": "the state is out of line with every batch",
     "bad batch and bad state": "both are out of line, each on its own",
     "combination": "only this batch in this state is out of line",
@@ -281,26 +283,7 @@ def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
     return 0
 
 # %% ../../nbs/api/replay/03_swap.ipynb #0a0723e8
-def _with_draw(suspect: Batch, other: Batch) -> Batch | None:
-    "The samples of a batch with the random numbers of another; None where they cannot be exchanged."
-    can_take = suspect.rng and len(other.rng) == len(suspect.rng)
-    return replace(suspect, rng=other.rng) if can_take else None
-
-
-def _shapes_beside(batch: Batch) -> list[list]:
-    "The shapes of what the loop held, by micro-batch."
-    return [list(map(np.shape, tensors_of(loop_values(part)))) for part in batch.parts]
-
-
-def _with_loop(suspect: Batch, other: Batch) -> Batch | None:
-    "The samples of a batch with what the loop held at another; None where it cannot be exchanged."
-    if not all(map(loop_values, suspect.parts)) or _shapes_beside(suspect) != _shapes_beside(other):
-        return None
-    pairs = zip(suspect.parts, other.parts, strict=True)
-    return replace(suspect, parts=[part | {LOOP: loop_values(of_other)} for part, of_other in pairs])
-
-
-_EXCHANGED = {"bad draw": _with_draw, "bad loop value": _with_loop}  # verdict -> what it is to blame
+_EXCHANGED = {"bad draw": with_draw, "bad loop value": with_loop}  # verdict -> what it is to blame
 
 
 @dataclass(frozen=True)
@@ -312,24 +295,47 @@ class _Controls:
     device: str | None
     factor: float  # smallest ratio to the controls that counts as abnormal
 
+    def column(
+        self,
+        batches: Sequence[Batch],  # one for each control state
+    ) -> dict[str, np.ndarray]:
+        "What these batches give, by measured variable; the suspect state is not run."
+        pairs = zip(self.states, batches, strict=True)
+        steps = [replay(state, batch, self.device, record=False) for state, batch in pairs]
+        return {name: np.array([*(getattr(step, name) for step in steps), np.nan]) for name in self.cells}
+
     def shows_bad(
         self,
         batches: Sequence[Batch],  # one for each control state
     ) -> bool:
         "Whether other batches in place of the suspect one are out of line."
-        pairs = zip(self.states, batches, strict=True)
-        steps = [replay(state, batch, self.device, record=False) for state, batch in pairs]
-        tables = {}
-        for name, values in self.cells.items():
-            column = [*(getattr(step, name) for step in steps), np.nan]  # the suspect state is not run
-            tables[name] = np.column_stack([values[:, :-1], column])
+        column = self.column(batches)
+        tables = {name: np.column_stack([cells[:, :-1], column[name]]) for name, cells in self.cells.items()}
         return _is_bad_batch(tables, self.factor)
+
+    def explain_by_size(
+        self,
+        others: Sequence[Batch],  # the control batches
+        suspect: Batch,
+    ) -> bool:
+        "Whether the suspect batch is smaller than the others, and like them once they are cut to its size."
+        cut = [smaller for batch in others if (smaller := cut_to(batch, suspect)) is not None]
+        if len(cut) < len(others):
+            return False
+        columns = [self.column([batch] * len(self.states)) for batch in cut]
+        columns.append({name: cells[:, -1] for name, cells in self.cells.items()})
+        tables = {name: np.column_stack([column[name] for column in columns]) for name in self.cells}
+        return not _is_bad_batch(tables, self.factor)
 
 
 def _finer(verdict: str, controls: _Controls, batches: Sequence[Batch]) -> str:
     "The verdict; of a bad batch another, where its samples are ordinary with what other batches had."
+    if verdict != "bad batch":
+        return verdict
     *others, suspect = batches
-    for finer, exchange in _EXCHANGED.items() if verdict == "bad batch" else ():
+    if controls.explain_by_size(others, suspect):
+        return "small batch"
+    for finer, exchange in _EXCHANGED.items():
         # another one for each state: a single draw might itself be out of line
         drawn = [exchange(suspect, others[i % len(others)]) for i in range(len(controls.states))]
         exchanged = [batch for batch in drawn if batch is not None]
