@@ -291,6 +291,21 @@ def test_the_ceiling_of_rms_is_that_of_the_step_not_of_the_row():
     assert finding.evidence["ceiling"] == pytest.approx(0.05**-0.5)
 
 
+def test_a_ratio_above_its_ceiling_is_not_an_excess():
+    "Adam with weight decay: `RMS_t reached 2.54 (its ceiling is 1.00)` at the first step of a healthy run."
+    rms = np.ones((50, 1))
+    rms[0] = 2.54
+    attrs = {"shapes": {"w": [8192]}, "betas": [0.9, 0.95]}
+    assert not find_update_rms_excess(
+        run_of(attrs=attrs, groups={"optimizer": columns("param", ["w"], update_rms=rms)})
+    )
+    rms[40] = 3.0
+    (finding,) = find_update_rms_excess(
+        run_of(attrs=attrs, groups={"optimizer": columns("param", ["w"], update_rms=rms)})
+    )
+    assert finding.onset == 40 and finding.evidence["peak"] == 3.0 < finding.evidence["ceiling"]
+
+
 def lead(steps, crossings=1, n=400):
     "A spike of the loss so many steps after the last of `crossings` of the limit of RMS_t."
     rms = np.ones((n, 1))

@@ -525,6 +525,16 @@ def test_the_small_last_batch_of_an_epoch_is_not_bad(scale, verdict):
     assert swap_test(states, [*batches, batches[0]], progress=False).verdict == "neither"
 
 
+@pytest.mark.parametrize(("other", "verdict"), [(5.5, "combination"), (15.4, "neither")])
+def test_only_this_batch_in_this_state_is_said_where_no_other_batch_is_out_of_line_there(other, verdict):
+    "A reward model whose gradients had begun to scatter: another batch had 15.4 in that state."
+    gradients = [[1.0, 0.9, 0.9, 1.0, 1.0], [1.5, 1.3, 1.3, 1.6, 1.5], [2.3, 2.0, 2.0, 2.3, 2.8]]
+    losses = [[0.676, 0.684, 0.685, 0.674, 0.683], [0.628, 0.648, 0.647, 0.626, 0.635]]
+    losses += [[0.574, 0.607, 0.600, 0.571, 0.579], [0.344, 0.406, 0.359, 0.341, 0.236]]
+    cells = {"grad_norm": np.array([*gradients, [5.1, 5.7, other, 5.5, 19.1]]), "loss": np.array(losses)}
+    assert _decide(cells, 2.0)[0] == verdict
+
+
 def test_a_step_of_fewer_micro_batches_is_cut_like_one_of_fewer_samples():
     part = torch.arange(6.0).reshape(3, 2)
     four, two = Batch([part] * 4, rng=[None] * 4), Batch([part, part[:2]])

@@ -45,10 +45,16 @@ _CLEARLY = 1.25  # factor beyond the limit at which one variable is enough; our 
 _LATER = 8  # batches after the suspect one that are run, at most; our convention
 
 
+def _rests(logs: np.ndarray) -> np.ndarray:
+    "What neither the state nor the batch of a cell explains."
+    of_state, of_batch = np.median(logs, axis=1, keepdims=True), np.median(logs, axis=0, keepdims=True)
+    return logs - of_state - of_batch + np.median(logs)
+
+
 def _spreads(controls: np.ndarray) -> dict[str, float]:
     "How far controls lie above the others, as logarithms; what lies below them does no harm."
     base, of_state, of_batch = np.median(controls), np.median(controls, axis=1), np.median(controls, axis=0)
-    rest = (controls - of_state[:, None] - of_batch + base).max()  # what neither state nor batch explains
+    rest = _rests(controls).max()
     state, batch = max((of_state - base).max(), rest), max((of_batch - base).max(), rest)
     return {"batch": batch, "state": state, "beyond": max(batch, state)}
 
@@ -70,10 +76,12 @@ def _factors(values: np.ndarray, min_factor: float) -> dict[str, float] | None:
     suspect = float(logs[-1, -1] - np.median(controls))
     explained = max(batch, 0) + max(state, 0)
     beyond = suspect - explained if np.isfinite(explained) else 0.0
-    limits = {
-        f"limit of {part}": float(max(np.log(min_factor), 2 * far))
-        for part, far in _spreads(controls).items()
-    }
+    spreads = _spreads(controls)
+    # what the suspect state does to single control batches, and single control states to the suspect batch
+    for beside, line in ((logs[:, :-1], np.s_[-1, :]), (logs[:-1], np.s_[:, -1])):
+        if np.isfinite(beside).all():
+            spreads["beyond"] = max(spreads["beyond"], _rests(beside)[line].max())
+    limits = {f"limit of {part}": float(max(np.log(min_factor), 2 * far)) for part, far in spreads.items()}
     return {"batch": batch, "state": state, "suspect": suspect, "beyond": beyond} | limits
 
 

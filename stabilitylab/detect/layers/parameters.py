@@ -170,6 +170,9 @@ def rms_ceiling(
     return np.sqrt((1 - beta2 ** np.asarray(step, float)) / (1 - beta2))
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #64ee9ab7
+_ROUNDED = 1e-3  # by which share the rounding of float32 may lift a ratio above its ceiling; ours
+
+
 def find_update_rms_excess(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one; an info, until `relate.layer_leads` sees the loss follow
@@ -180,7 +183,10 @@ def find_update_rms_excess(
         return []
     entries = np.array([np.prod(shapes.get(str(name), [0])) for name in optimizer.param.values])
     large = optimizer.isel(param=np.flatnonzero(entries >= count_limit("update_entries")))
-    rms = large.update_rms.values
+    # by the step, not the row: a record may begin late or keep every tenth step
+    ceilings = np.asarray(rms_ceiling(large.step.values + 1, betas[1]))
+    # above its ceiling a moment is one of another gradient: Adam adds the weight decay to what was recorded
+    rms = np.where(large.update_rms <= (1 + _ROUNDED) * ceilings[:, None], large.update_rms, np.nan)
     is_over = rms >= limit("update_rms")
     if not is_over.any():
         return []
@@ -190,8 +196,7 @@ def find_update_rms_excess(
     order = np.argsort(-np.nan_to_num(rms).max(axis=0), kind="stable")[: count_limit("most_modules")]
     evidence = {
         "peak": float(rms[row, column]),
-        # by the step, not the row: a record may begin late or keep every tenth step
-        "ceiling": float(rms_ceiling(int(large.step.values[row]) + 1, betas[1])),
+        "ceiling": float(ceilings[row]),
         # that a crossing falls into the records before a spike anyway, were crossings independent
         "chance": float(1 - (1 - rate) ** count_limit("rms_lead")),
         "steps": steps[: count_limit("most_crossings")].tolist(),

@@ -175,12 +175,39 @@ def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
     return [(ast.unparse(target), value)]
 
 
+def _changes(cls: type, name: str) -> bool:
+    "Whether a class's `__init__` gives an argument another value before it keeps it or hands it on."
+    nodes = ast.walk(ast.parse(dedent(inspect.getsource(cls.__init__))))  # type: ignore[misc]
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in nodes)
+
+
 def _is_computed(cls: type, name: str) -> bool:
     "Whether a class keeps under the name of an argument what it computes from it, as `[0] + splits`."
     values = [value for attribute, value in _assigned(cls) if attribute == name]
     operations = [n for value in values for n in ast.walk(value) if isinstance(n, (ast.BinOp, ast.UnaryOp))]
     operands = [n for operation in operations for n in ast.walk(operation)]
     return any(isinstance(n, ast.Name) and n.id == name for n in operands)
+
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #86aa4e35
+_COPIES = ("to", "clone", "detach", "copy")  # methods whose result has the numbers of the object itself
+
+
+def kept_as_given(
+    cls: type,  # of a module
+) -> dict[str, str]:  # argument -> attribute
+    "Arguments of a class that its objects keep unchanged, each with the attribute: `self.net = model`."
+    return {name: attribute for attribute, value in _assigned(cls) for name in _alternatives(value)}
+
+
+def _alternatives(node: ast.expr) -> list[str]:
+    "The names that an expression may be the value of: `loss or Default()` is that of `loss`."
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _COPIES:
+        return _alternatives(node.func.value)
+    parts = node.values if isinstance(node, ast.BoolOp) else []
+    parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else parts
+    return [name for part in parts for name in _alternatives(part)]
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #f574a220
 # attributes that hold arguments
@@ -204,20 +231,23 @@ def argument_value(
             return True, attributes[name]
     if name in model._buffers:
         return True, model._buffers[name]
+    attribute = kept_as_given(type(model)).get(name, "")
+    if attribute in vars(model):
+        return True, vars(model)[attribute]
+    return _value_in_part(model, name)
+
+
+def _value_in_part(model: nn.Module, name: str) -> tuple[bool, Any]:
+    "The same for an argument that a module hands on: `self.drop = Dropout(dropout)`."
+    for attribute, value in _assigned(type(model)):
+        part = model._modules.get(attribute)
+        if part is None or not isinstance(value, ast.Call) or _changes(type(model), name):
+            continue
+        parameters = list(inspect.signature(type(part)).parameters)
+        handed = list(zip(parameters, value.args, strict=False))
+        handed += [(word.arg or "", word.value) for word in value.keywords]
+        for of_part, source in handed if ast.unparse(value.func).endswith(type(part).__name__) else ():
+            is_it = isinstance(source, ast.Name) and source.id == name
+            if is_it and (seen := argument_value(part, of_part))[0]:
+                return seen
     return False, None
-
-# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #86aa4e35
-def kept_as_given(
-    cls: type,  # of a module
-) -> dict[str, str]:  # argument -> attribute
-    "Arguments of a class that its objects keep unchanged, each with the attribute: `self.net = model`."
-    return {name: attribute for attribute, value in _assigned(cls) for name in _alternatives(value)}
-
-
-def _alternatives(node: ast.expr) -> list[str]:
-    "The names that an expression may be the value of: `loss or Default()` is that of `loss`."
-    if isinstance(node, ast.Name):
-        return [node.id]
-    parts = node.values if isinstance(node, ast.BoolOp) else []
-    parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else parts
-    return [name for part in parts for name in _alternatives(part)]
