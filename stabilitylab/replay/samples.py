@@ -83,7 +83,7 @@ def one_sample(
     "One sample as a micro-batch."
     return _entries(part, slice(i, i + 1), dim)
 
-
+# %% ../../nbs/api/replay/06_samples.ipynb #5a3f0031
 def cut_to(
     batch: Batch,  # to be made smaller
     smaller: Batch,  # has the size that is wanted
@@ -100,7 +100,7 @@ def cut_to(
     parts = [_entries(part, slice(0, n), 0) for (part, _), (_, n) in zip(pairs, sizes, strict=True)]
     return replace(batch, parts=parts, rng=batch.rng[: len(parts)])
 
-# %% ../../nbs/api/replay/06_samples.ipynb #5a3f0031
+
 def with_draw(
     suspect: Batch,  # whose samples are taken
     other: Batch,  # whose random numbers are taken
