@@ -294,6 +294,14 @@ def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
 _EXCHANGED = {"bad draw": with_draw, "bad loop value": with_loop}  # verdict -> what it is to blame
 
 
+def _beside(columns: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    "Columns of measured variables as tables."
+    tables = {}
+    for name in columns[0]:
+        tables[name] = np.column_stack([column[name] for column in columns])
+    return tables
+
+
 @dataclass(frozen=True)
 class _Controls:
     "The tables of a swap test, and what runs other batches in place of the suspect one."
@@ -310,7 +318,10 @@ class _Controls:
         "What these batches give, by measured variable; the suspect state is not run."
         pairs = zip(self.states, batches, strict=True)
         steps = [replay(state, batch, self.device, record=False) for state, batch in pairs]
-        return {name: np.array([*(getattr(step, name) for step in steps), np.nan]) for name in self.cells}
+        values = {name: np.full(len(steps) + 1, np.nan) for name in self.cells}
+        for name, column in values.items():
+            column[:-1] = [getattr(step, name) for step in steps]
+        return values
 
     def shows_bad(
         self,
@@ -324,7 +335,7 @@ class _Controls:
     def explain_by_size(
         self,
         others: Sequence[Batch],  # the control batches
-        suspect: Batch,
+        suspect: Batch,  # the batch in question
     ) -> bool:
         "Whether the suspect batch is smaller than the others, and like them once they are cut to its size."
         cut = [smaller for batch in others if (smaller := cut_to(batch, suspect)) is not None]
@@ -332,8 +343,7 @@ class _Controls:
             return False
         columns = [self.column([batch] * len(self.states)) for batch in cut]
         columns.append({name: cells[:, -1] for name, cells in self.cells.items()})
-        tables = {name: np.column_stack([column[name] for column in columns]) for name in self.cells}
-        return not _is_bad_batch(tables, self.factor)
+        return not _is_bad_batch(_beside(columns), self.factor)
 
 
 def _finer(verdict: str, controls: _Controls, batches: Sequence[Batch]) -> str:
