@@ -291,9 +291,6 @@ def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
     return 0
 
 # %% ../../nbs/api/replay/03_swap.ipynb #0a0723e8
-_EXCHANGED = {"bad draw": with_draw, "bad loop value": with_loop}  # verdict -> what it is to blame
-
-
 def _beside(columns: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     "Columns of measured variables as tables."
     tables = {}
@@ -344,6 +341,9 @@ class _Controls:
         columns = [self.column([batch] * len(self.states)) for batch in cut]
         columns.append({name: cells[:, -1] for name, cells in self.cells.items()})
         return not _is_bad_batch(_beside(columns), self.factor)
+
+# %% ../../nbs/api/replay/03_swap.ipynb #0a0723ea
+_EXCHANGED = {"bad draw": with_draw, "bad loop value": with_loop}  # verdict -> what it is to blame
 
 
 def _finer(verdict: str, controls: _Controls, batches: Sequence[Batch]) -> str:

@@ -247,7 +247,8 @@ def _value_in_part(model: nn.Module, name: str) -> tuple[bool, Any]:
         handed = list(zip(parameters, value.args, strict=False))
         handed += [(word.arg or "", word.value) for word in value.keywords]
         for of_part, source in handed if ast.unparse(value.func).endswith(type(part).__name__) else ():
-            is_it = isinstance(source, ast.Name) and source.id == name
-            if is_it and (seen := argument_value(part, of_part))[0]:
-                return seen
+            if isinstance(source, ast.Name) and source.id == name:
+                is_seen, argument = argument_value(part, of_part)
+                if is_seen:
+                    return True, argument
     return False, None
