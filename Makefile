@@ -8,6 +8,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --con
 NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
+# images of containers often forbid bytecode: every process then compiles what it imports, torch for 3 s, transformers for 13
+export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := test
 .PHONY: gpu zoo calibrate mutants demo test test-slow test-all lab docs bench fuzz scale wheel reproduce pictures notebooks clean-check chromium
 

@@ -1,5 +1,6 @@
 "Shared by all tests: where the real logs are, and the same made-up inputs in every run."
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,15 @@ def real_logs():
     if not REAL_LOGS.is_dir():
         pytest.skip("SKIPPED: ../shared/real_logs is absent, so the real logs were not checked")
     return REAL_LOGS
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call():
+    "A job is forked from a process of the same environment, which the name of the test would change."
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup():
+    "As before a test."
+    os.environ.pop("PYTEST_CURRENT_TEST", None)

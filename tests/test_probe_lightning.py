@@ -13,6 +13,8 @@ import torch
 from stabilitylab import LightningCallback, open_run
 from stabilitylab.cli.main import main
 from stabilitylab.names.errors import InputError
+from stabilitylab.replay.retrace import QUANTITIES
+from stabilitylab.replay.state import files_at
 from stabilitylab.run.curves import SOFTMAX_TWICE, noted_at
 from stabilitylab.run.recording import opened
 
@@ -123,14 +125,22 @@ def test_a_loss_of_probabilities_is_noted_before_backward(tmp_path, last):
     assert (noted is not None) == isinstance(last, torch.nn.Softmax)
 
 
-def test_a_replay_of_a_module_that_optimizes_by_itself_says_why_there_are_no_batches(tmp_path):
+@pytest.mark.parametrize(
+    ("trains", "why"),
+    [
+        ({"precision_plugin": SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))}, "under a loss scaler"),
+        ({"world_size": 2}, "on 2 ranks"),
+    ],
+)
+def test_a_manual_step_that_cannot_be_replayed_says_why_there_are_no_batches(tmp_path, trains, why):
     module = torch.nn.Linear(3, 4)
     module.automatic_optimization = False
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    trainer = SimpleNamespace(
-        global_step=0, optimizers=[optimizer], precision="32-true", gradient_clip_val=None,
-        precision_plugin=SimpleNamespace(), lightning_module=module, accumulate_grad_batches=1,
-    )  # fmt: skip
+    words = {
+        "global_step": 0, "optimizers": [optimizer], "precision": "32-true", "gradient_clip_val": None,
+        "precision_plugin": SimpleNamespace(), "lightning_module": module, "accumulate_grad_batches": 1,
+    }  # fmt: skip
+    trainer = SimpleNamespace(**words | trains)
     callback = LightningCallback(tmp_path / "run", snapshot_every=100)
     with pytest.warns(UserWarning, match="optimizes by itself"):
         callback.on_train_start(trainer, module)
@@ -139,8 +149,135 @@ def test_a_replay_of_a_module_that_optimizes_by_itself_says_why_there_are_no_bat
     trainer.global_step = 1
     callback.on_train_batch_end(trainer, module, None)
     callback.on_train_end(trainer, module)
-    with pytest.raises(InputError, match=r"automatic_optimization = False.*within `training_step`"):
+    with pytest.raises(InputError, match=rf"automatic_optimization = False.*{why}.*cannot be replayed"):
         _ = opened(tmp_path / "run").box()
+
+
+MANUAL = """
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from stabilitylab.probe.lightning import LightningCallback
+
+
+class Adversaries(nn.Module):
+    "The order of a GAN's steps; the discriminator steps at every second batch, by its index."
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.2), nn.Linear(6, 5))
+        self.discriminator = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1))
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.trainer.optimizers
+        ones, zeros = torch.ones(len(batch), 1), torch.zeros(len(batch), 1)
+        z = torch.randn(len(batch), 3)
+        loss = F.binary_cross_entropy_with_logits(self.discriminator(self.generator(z)), ones)
+        first.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.generator.parameters(), 0.05)
+        first.step()
+        fakes = self.discriminator(self.generator(z).detach())
+        loss = F.binary_cross_entropy_with_logits(self.discriminator(batch), ones)
+        loss = loss + F.binary_cross_entropy_with_logits(fakes, zeros)
+        second.zero_grad()
+        loss.backward()
+        if batch_idx % 2 == 0 or self.trainer.current_epoch > 0:
+            second.step()
+
+
+class Loop:
+    "Lightning's order of hooks with manual optimization."
+
+    precision, precision_plugin, accumulate_grad_batches = "32-true", SimpleNamespace(), 1
+    gradient_clip_val, global_step, current_epoch = None, 0, 0
+
+    def fit(self, module, callback, batches):
+        self.optimizers = [
+            torch.optim.Adam(module.generator.parameters(), 0.01),
+            torch.optim.SGD(module.discriminator.parameters(), 0.1),
+        ]
+        module.trainer = self
+        callback.on_train_start(self, module)
+        for i, batch in enumerate(batches):
+            callback.on_train_batch_start(self, module, batch, i)
+            outputs = module.training_step(batch, i)
+            callback.on_train_batch_end(self, module, outputs, batch, i)
+            for group in self.optimizers[1].param_groups:  # a schedule
+                group["lr"] *= 0.9
+        callback.on_train_end(self, module)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    batches = torch.randn(8, 4, 5)
+    Loop().fit(Adversaries(), LightningCallback("run", snapshot_every=4), batches)
+"""
+MANUAL_FAULTS = {  # what is changed in the program after the run -> what the replay says of it
+    ("        first.step()", "        pass"): ("own step left out", "generator"),
+    ("batch_idx % 2 == 0 or", "True or"): ("own step added", "discriminator"),
+    ("loss = loss + F", "loss = loss + loss.detach() * 0 + 3 * F"): ("own step", "discriminator"),
+    ("        second.zero_grad()", "        loss = 2 * loss; second.zero_grad()"): (
+        "own loss factor", "2 times"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def manual_run(tmp_path_factory):
+    "The folder in which the program above was recorded."
+    folder = tmp_path_factory.mktemp("manual")
+    (folder / "train.py").write_text(MANUAL)
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=folder, env=environment, check=True)
+    return folder
+
+
+def replayed(folder, capsys, *words):
+    "The answer of a replay."
+    assert main(["replay", str(folder / "run"), "--json", "--no-samples", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_a_manual_step_is_replayed_to_the_last_bit(manual_run, capsys):
+    answer = replayed(manual_run, capsys, "--step", "7")
+    check = answer["check"]
+    assert check["is_exact"] and check["fault"] == "" and not check["missing"], check
+    assert answer["loss"] is None and answer["exact"] is None
+    assert [row["name"] for row in check["checks"]] == ["parameters", *QUANTITIES[1:]]
+    assert answer["swap"]["verdict"] == "neither", answer["swap"]
+    loop = files_at(manual_run / "run", "batches", 7)[0]["batch"]["loop"]
+    assert loop == {"batch_idx": 7, "global_step": 0, "current_epoch": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), MANUAL_FAULTS)
+def test_a_manual_step_that_is_another_one_is_told(manual_run, capsys, old, new):
+    assert MANUAL.count(old) == 1
+    (manual_run / "train.py").write_text(MANUAL.replace(old, new))
+    try:
+        check = replayed(manual_run, capsys, "--step", "5", "--no-swap")["check"]
+    finally:
+        (manual_run / "train.py").write_text(MANUAL)
+    fault, words = MANUAL_FAULTS[old, new]
+    assert not check["is_step"] and check["fault"] == fault and words in check["words"], check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["replay", "run", "--precision", "bf16"], ["precision", "run"], ["trial", "run", "--fix", "lower_lr"]],
+)
+def test_what_needs_a_loss_says_so_of_a_manual_step(manual_run, capsys, monkeypatch, words):
+    monkeypatch.chdir(manual_run)
+    assert main(words) == 2
+    assert "trials need one" in capsys.readouterr().err
 
 
 @pytest.mark.slow

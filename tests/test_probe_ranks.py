@@ -1,9 +1,5 @@
 "Two gloo processes against one process on both batches: DDP, FSDP2, a rank that dies."
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -12,13 +8,14 @@ from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.parts import ModelConfig
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
+from tests.command import begin
 
 pytestmark = pytest.mark.slow  # starts processes
 
 FRACTIONS = ("below_eps_frac", "v_below_eps_frac")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, warnings, torch, torch.distributed as dist
+warnings.filterwarnings('error', category=UserWarning, module='stabilitylab$')
 from stabilitylab.models.parts import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
@@ -55,26 +52,11 @@ dist.destroy_process_group()
 
 
 def two(tmp_path, how, steps=4, die="", meet="meet"):
+    (tmp_path / "loop.py").write_text(LOOP)
     ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error::UserWarning:stabilitylab",
-                "-c",
-                LOOP,
-                str(tmp_path / "r"),
-                str(tmp_path / meet),
-                str(r),
-                how,
-                str(steps),
-                die,
-            ],
-            env=os.environ | {"PYTHONPATH": ROOT},
-        )
-        for r in (0, 1)
+        begin(tmp_path / "loop.py", tmp_path / "r", tmp_path / meet, rank, how, steps, die) for rank in (0, 1)
     ]
-    return [p.wait(120) for p in ranks]
+    return [rank.wait() for rank in ranks]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 "Batches of every class, Hugging Face's accumulation and several ranks come back as they were."
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -35,8 +33,8 @@ from stabilitylab.replay.samples import count_samples, one_sample
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
+from tests.command import begin
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 Pair = namedtuple("Pair", "x y")
 
 
@@ -240,10 +238,10 @@ dist.destroy_process_group()
 @pytest.mark.slow  # starts two processes
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_one_process_takes_the_step_of_two(tmp_path, how):
-    arguments = [sys.executable, "-c", LOOP, str(tmp_path / "run"), str(tmp_path / "meet")]
-    environment = os.environ | {"PYTHONPATH": ROOT}
-    ranks = [subprocess.Popen([*arguments, str(rank), how], env=environment) for rank in (0, 1)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    (tmp_path / "loop.py").write_text(LOOP)
+    words = tmp_path / "run", tmp_path / "meet"
+    ranks = [begin(tmp_path / "loop.py", *words, rank, how) for rank in (0, 1)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
     config = ModelConfig.plain(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1)
     setup = Setup(
         lambda: LanguageModel(config),

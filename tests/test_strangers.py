@@ -40,6 +40,7 @@ from stabilitylab.replay.setup_file import todo_lines
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.trainer import trainer_like, trainer_loss
 from stabilitylab.trial import start
+from tests.command import train
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.slow  # programs of others, each recorded and replayed
@@ -301,9 +302,11 @@ def test_a_plain_program_is_replayed_without_an_edit(tmp_path, capsys, name):
     if "accelerate" in PROGRAMS[name]:
         pytest.importorskip("accelerate")
     (tmp_path / "train.py").write_text(PROGRAMS[name])
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    if name == next(iter(PROGRAMS)):  # as a shell starts it; what only a process shows is the same for all
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+        subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    else:
+        train(tmp_path / "train.py")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert main(["replay", str(tmp_path / "run"), "--json", "--no-swap", "--no-samples"]) == 0
     check = json.loads(capsys.readouterr().out)["check"]

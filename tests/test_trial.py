@@ -211,7 +211,8 @@ def test_what_a_fix_counts_in_steps_fits_into_the_trial(tmp_path):
 def test_what_is_skipped_of_a_record_never_comes_with_any_seed(tmp_path):
     start = Start(str(sample()), 300)
     tokens = lambda part: part["tokens"].numpy().tobytes()  # noqa: E731
-    recorded = [tokens(part) for step in range(300, 400) for part in start.build(0).batches(step)]
+    plain = start.build(0)
+    recorded = [tokens(part) for step in range(300, 400) for part in plain.batches(step)]
     for seed in (0, 1):
         training = start.build(seed)
         apply_all(training, [fix("shuffle", block=64), fix("skip_batches", count=40)])

@@ -206,9 +206,15 @@ def test_the_peers_are_asked_in_a_python_of_their_own(tmp_path, monkeypatch):
     assert [line.startswith("trainscope ") and "not importable" in line for line in others] == [True] * 3
 
 
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    "A folder of records, each made once."
+    return tmp_path_factory.mktemp("zoo")
+
+
 @pytest.mark.slow
-def test_a_bounded_part_of_the_zoo(tmp_path):
-    scores = {name: score(name, tmp_path) for name in QUICK}
+def test_a_bounded_part_of_the_zoo(records):
+    scores = {name: score(name, records) for name in QUICK}
     assert all(row["cause_first"] for row in scores.values()), {n: r["said"] for n, r in scores.items()}
     assert all(row["is_quiet"] for row in scores.values() if not row["cause"])
     assert "cause first" in summary(scores)["fit"]
@@ -216,8 +222,8 @@ def test_a_bounded_part_of_the_zoo(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv inputs", "mlp dead", "mlp"])
-def test_a_plan_says_start_arms_and_what_was_unfit_and_a_healthy_run_gets_none(name, tmp_path, capsys):
-    assert main(["trial", str(record(name, tmp_path)), "--plan", "--json"]) == 0
+def test_a_plan_says_start_arms_and_what_was_unfit_and_a_healthy_run_gets_none(name, records, capsys):
+    assert main(["trial", str(record(name, records)), "--plan", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert set(plan) == {"start", "arms", "unfit"}
     assert all(arm["why"] for arm in plan["arms"])

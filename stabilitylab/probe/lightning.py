@@ -10,11 +10,13 @@ import importlib
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .draft.loop_setup import value_clip_code
+from .draft.trainer_code import trainer_values
 from .recorder import Recorder, look_at_loss
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
@@ -30,10 +32,17 @@ def _base() -> Any:
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # as Lightning names them
 _MANUAL = (
-    "the module optimizes by itself (`automatic_optimization = False`): its layers are recorded, and its loss"
-    " where `training_step` returns one, but no batches, as a step of several losses cannot be replayed; for"
-    " a replay use `Recorder(model, optimizer, path, snapshot_every=100)` within `training_step`"
+    "the module optimizes by itself (`automatic_optimization = False`) {why}: its layers are recorded, and"
+    " its loss where `training_step` returns one, but no batches, as such a step cannot be replayed"
 )
+
+
+def _why_no_replay(trainer: Any, scaler: Any) -> str:
+    "Why a step that a module takes by itself cannot be replayed; '' where it can."
+    if scaler is not None:
+        return f"under a loss scaler (precision {trainer.precision})"
+    world = getattr(trainer, "world_size", 1)
+    return f"on {world} ranks" if world > 1 else ""
 
 
 def _clips_by_itself(module: Any) -> bool:
@@ -47,16 +56,29 @@ def _started(trainer: Any, module: torch.nn.Module, path: str | Path, options: d
     is_manual = not module.automatic_optimization
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     own = {"scaler": scaler, "first_step": trainer.global_step} | options
-    if is_manual:
+    why = _why_no_replay(trainer, scaler) if is_manual else ""
+    if why:
         own["snapshot_every"] = 0
     recorder = Recorder(module, trainer.optimizers, path, **own).__enter__()
-    if is_manual:
-        recorder.guard.note(_MANUAL)
+    if why:
+        recorder.guard.note(_MANUAL.format(why=why))
     # what the draft of the setup takes from the Trainer
     recorder.share = trainer.accumulate_grad_batches
     recorder.autocast = _AUTOCAST.get(str(trainer.precision))
-    recorder.clip = _clip_of(trainer, recorder.clip)
+    recorder.clip = "None" if is_manual else _clip_of(trainer, recorder.clip)
+    recorder.trainer = trainer if is_manual else None
     return recorder
+
+
+def _keep_batch(recorder: Recorder, batch: Any, batch_idx: int, trainer: SimpleNamespace) -> None:
+    "Saves a batch with the arguments of this function, which the draft of a manual step names."
+    recorder.batch(batch)
+
+
+def _has_stepped(recorder: Recorder, trainer: Any, last_step: int) -> bool:
+    "Whether an optimizer stepped on the last batch; a manual step may pass Lightning's own count by."
+    is_manual = recorder.trainer is not None and recorder.probes is not None
+    return trainer.global_step > last_step or (is_manual and bool(recorder.probes.params.steps.stepped))
 
 
 def _clip_of(trainer: Any, default: Any) -> Any:
@@ -99,13 +121,17 @@ class LightningCallback(_base()):  # type: ignore[misc]
 
     def on_train_batch_start(
         self,
-        trainer: Any,  # not used
-        pl_module: torch.nn.Module,  # not used
+        trainer: Any,  # Lightning's Trainer
+        pl_module: torch.nn.Module,  # the LightningModule
         batch: Any,  # batch that `training_step` receives
-        batch_idx: int,  # not used
+        batch_idx: int,  # number of the batch in its epoch
     ) -> None:
         "Saves a micro-batch."
-        if self.recorder is not None:
+        self._end_step(trainer)  # of a module whose own hook after the batch steps
+        if self.recorder is not None and self.recorder.trainer is not None:
+            values = SimpleNamespace(**trainer_values(pl_module, trainer))
+            _keep_batch(self.recorder, batch, batch_idx, values)
+        elif self.recorder is not None:
             self.recorder.batch(batch)
 
     def on_before_backward(
@@ -126,21 +152,33 @@ class LightningCallback(_base()):  # type: ignore[misc]
         *others: Any,  # not used
     ) -> None:
         "Ends a step of the record if the optimizer took one."
+        self.losses += _optimized_loss(outputs)
+        self._end_step(trainer)
+
+    def _end_step(self, trainer: Any) -> None:
+        "Ends a step of the record if an optimizer has stepped since the last one."
         if self.recorder is None:
             return
-        self.losses += _optimized_loss(outputs)
-        if trainer.global_step > self.last_step:  # under accumulation most batches take no step
+        # under accumulation most batches take no step
+        if _has_stepped(self.recorder, trainer, self.last_step):
             self.last_step = trainer.global_step
             self.recorder.step(sum(self.losses) if self.losses else None)
             self.losses.clear()
 
     def on_train_end(
         self,
+        trainer: Any,  # Lightning's Trainer
         *args: Any,  # not used
     ) -> None:
-        "Closes the recorder, so that the record is complete."
+        "Ends the last step and closes the recorder, so that the record is complete."
+        self._end_step(trainer)
+        self.on_exception()
+
+    def on_exception(
+        self,
+        *args: Any,  # not used
+    ) -> None:
+        "Closes the recorder; a step that did not come to its end is none of the record."
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.close()
-
-    on_exception = on_train_end

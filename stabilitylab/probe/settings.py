@@ -143,8 +143,9 @@ def compiled_from(
     model: torch.nn.Module,  # a model as its class made it
 ) -> Any:
     "What `torch.compile` made of a model and the program still holds; the model itself where there is none."
-    if _compiled_models(model):
-        gc.collect()  # one that the program has let go stands in a cycle until then
+    if not _compiled_models(model):
+        return model
+    gc.collect()  # one that the program has let go stands in a cycle until then
     return next(iter(_compiled_models(model)), model)
 
 
@@ -152,7 +153,10 @@ def _compiled_models(model: torch.nn.Module) -> list:
     "What `torch.compile` made of a model, used or let go."
     # the module of Dynamo is loaded by the first call of `torch.compile`
     compiled_class = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
-    compiled = [each for each in gc.get_objects() if type(each) is compiled_class] if compiled_class else []
+    if compiled_class is None:
+        return []
+    # an object refers to its class: the collector is faster than a loop over all objects of the program
+    compiled = [each for each in gc.get_referrers(compiled_class) if type(each) is compiled_class]
     return [each for each in compiled if model_itself(each) is model]
 
 

@@ -25,6 +25,7 @@ from ..numerics.non_finite import NonFiniteOrigin
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, recorded_device, replay_device
+from .own_step import refuse_step
 from .rare_tokens import losses_by_frequency
 from .retrace import is_equal
 from .setup_check import SetupCheck
@@ -159,8 +160,9 @@ class Examination:
 
     @property
     def exact(self) -> bool | None:
-        "Whether the replayed loss is bit-exact; None if the loss was not recorded."
-        return None if self.recorded_loss is None else is_equal(self.replayed.loss, self.recorded_loss)
+        "Whether the replayed loss is bit-exact; None if one of the two is not there."
+        here, was = self.replayed.loss, self.recorded_loss
+        return None if here is None or was is None else is_equal(here, was)
 
     def to_dict(self) -> dict:
         "The results as plain data for JSON."
@@ -296,6 +298,7 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
     check_precisions(precisions)  # before minutes of other parts
     recording = opened(path)
     setup = setup if isinstance(setup, Setup) else setup_of(recording.path, setup)
+    refuse_step(setup.step, precisions, modules)
     there = recorded_device(recording.run)
     setup = replace(setup, device=replay_device(recording.run, device), recorded_on=there)
     with faults_in_one_line():
@@ -306,7 +309,7 @@ def _of_samples(
     path: Recording,
     snapshot: Snapshot,
     batch: Batch,
-    losses: tuple[float, float | None],  # of the step, replayed and recorded
+    losses: tuple[float | None, float | None],  # of the step, replayed and recorded
     say: Callable[[str], None],
     left_out: dict[str, str],
 ) -> dict[str, Any]:
@@ -340,8 +343,8 @@ def _examined(
         return examination
     parts: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    update_norms = [way.steps[-1].replayed[name] for name in ("update_norm", "weight_norm")]
-    if not all(map(isfinite, (again.loss, again.grad_norm, *update_norms))):
+    norms = [again.grad_norm, *(way.steps[-1].replayed[name] for name in ("update_norm", "weight_norm"))]
+    if not all(map(isfinite, (0.0 if again.loss is None else again.loss, *norms))):
         say("the first value that is not finite")
         with _named_where_it_fails("non-finite", left_out):
             parts["non_finite"] = first_non_finite(snapshot, batch)

@@ -16,6 +16,7 @@ import torch
 from ..probe.draft.loop_setup import value_clip_code
 from ..probe.settings import as_list
 from .explanations import explanation, named_tensors
+from .own_step_faults import OWN_STEP_FAULTS, own_step_fault
 from stabilitylab.replay.retrace import (
     EQUAL,
     ROUNDING,
@@ -124,7 +125,7 @@ _STEP_FAULTS = {  # what a gradient or an update tells that is another one
     "settings": "{name} differs where everything before it agrees, and nothing that was tried explains it:"
     " compare the optimizer's settings, its groups and clipping, and look for what else changes weights",
 }
-FAULTS = _LOSS_FAULTS | _STEP_FAULTS
+FAULTS = _LOSS_FAULTS | _STEP_FAULTS | OWN_STEP_FAULTS
 
 # %% ../../nbs/api/replay/13_faults.ipynb #e981503d
 # with which nothing speaks against a verdict on the recorded step
@@ -308,6 +309,9 @@ def fault_of(
     facts: StepFacts,  # what else is known
 ) -> tuple[str, dict]:  # a key of FAULTS, and what its words name
     "The fault that a difference speaks for."
+    own = own_step_fault(step, name, facts)
+    if own is not None:
+        return own
     for note, fault in _NOTED.items():
         if noted_at(facts.path.run, note) is not None:
             return fault, {}

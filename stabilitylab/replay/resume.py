@@ -191,8 +191,9 @@ def _decay_differences(saved: Snapshot) -> list[Difference]:
 def _next_step_differences(a: Snapshot, b: Snapshot, batch: Batch) -> list[Difference]:
     "Whether both take the same next step, bit for bit."
     left, right = (replay(snapshot, batch, record=False) for snapshot in (a, b))
-    is_equal = not _is_apart(left.loss, right.loss, floor=0.0) and is_same(left.weights, right.weights)
-    return [] if is_equal else [Difference("next step", left.loss, right.loss)]
+    was, now = (step.grad_norm if step.loss is None else step.loss for step in (left, right))
+    is_equal = not _is_apart(was, now, floor=0.0) and is_same(left.weights, right.weights)
+    return [] if is_equal else [Difference("next step", was, now)]
 
 # %% ../../nbs/api/replay/07_resume.ipynb #a87ce1db
 def resume_check(

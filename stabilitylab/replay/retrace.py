@@ -224,7 +224,9 @@ def rounding_reach(
     meter, reach = Meter(other), []
     for step in way.steps:
         numbers, _ = meter.take()
-        reach.append(max(distance(numbers[name], step.replayed[name]) for name in QUANTITIES))
+        pairs = [(numbers[name], step.replayed[name]) for name in QUANTITIES]
+        # a step without an optimizer has no rate, and one that a module takes by itself may have no loss
+        reach.append(max(distance(here, was) for here, was in pairs if was is not None))
     meter.probe.remove()
     return reach
 

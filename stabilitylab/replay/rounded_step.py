@@ -29,6 +29,7 @@ from stabilitylab.numerics.rounding.loss_cast import (
     lost_updates,
 )
 from ..probe.settings import as_list
+from .own_step import refuse_step
 from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch
 from .state import Batch, Setup, Snapshot
@@ -241,6 +242,7 @@ def step_precision(
     if fmt not in _DTYPES:
         raise bad_input("fmt", fmt, " or ".join(_DTYPES))
     setup = setup_of(run, where)
+    refuse_step(setup.step, fmt)
     report_progress("going back to the step", 0.1)
     with faults_in_one_line():
         return _measured(run, step, setup, fmt)
@@ -252,7 +254,7 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
     snapshot, batch = way.snapshot, load_batch(run, step, setup)
     report_progress("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
-    if not math.isfinite(after.loss):
+    if after.loss is None or not math.isfinite(after.loss):
         raise InputError(
             f"the loss of step {step} is {after.loss} in the run's own format, so there is nothing to round;"
             " allowed: a step whose loss is finite"

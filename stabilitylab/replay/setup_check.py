@@ -154,7 +154,7 @@ def _micro_batch(facts: StepFacts) -> str:
     "The micro-batch whose loss alone was handed over, in words; '' if it is that of none."
     losses: list[float] = []
     setup, way = facts.setup, facts.way
-    if len(facts.first.parts) < 2:
+    if setup.step is not None or len(facts.first.parts) < 2:
         return ""
 
     def loss(
@@ -284,13 +284,19 @@ def _with_dropout_of_cudnn(facts: StepFacts) -> list[str]:
 
 
 def _spread(facts: StepFacts) -> float:
-    "How far the loss of the first step is apart for two seeds; 0 where it draws no random numbers."
-    losses = []
+    "How far a number of the first step is apart for two seeds; 0 where it draws no random numbers."
+    numbers, name = [], _drawn_name(facts.way.steps[0])
     with restored_rng():
         for seed in range(2):
             torch.manual_seed(seed)
-            losses.append(replay(facts.way.start, facts.first, record=False, keep_rng=False).loss)
-    return abs(losses[0] - losses[1])
+            again = replay(facts.way.start, facts.first, record=False, keep_rng=False)
+            numbers.append(getattr(again, name))
+    return abs(numbers[0] - numbers[1])
+
+
+def _drawn_name(step: Retraced) -> str:
+    "The number by which other draws are told: the loss, or the gradient norm where a step has none."
+    return "grad_norm" if step.replayed["loss"] is None else "loss"
 
 
 _SAME_DRAWS = 0.05  # share of the spread of two seeds below which a loss is that of the same draws; ours
@@ -299,8 +305,10 @@ _SAME_DRAWS = 0.05  # share of the spread of two seeds below which a loss is tha
 def _draws_others(facts: StepFacts) -> bool:
     "Whether the loss of the first step is as far from the record as that of another seed may be."
     first = facts.way.steps[0]
-    apart = abs(first.recorded.get("loss", first.replayed["loss"]) - first.replayed["loss"])
-    return apart > EQUAL * abs(first.replayed["loss"]) and apart > _SAME_DRAWS * _spread(facts) > 0
+    name = _drawn_name(first)
+    here = first.replayed[name]
+    apart = abs(first.recorded.get(name, here) - here)
+    return apart > EQUAL * abs(here) and apart > _SAME_DRAWS * _spread(facts) > 0
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #e65614eb
 def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFacts:
@@ -321,7 +329,10 @@ def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFact
 def _is_exact(step: Retraced) -> bool:
     "Whether a step came back to the last bit: its loss, or all norms where the loss was added up elsewhere."
     is_same = {name: is_equal(step.recorded.get(name), step.replayed[name]) for name in QUANTITIES}
-    return is_same["loss"] or all(is_same[name] for name in ("grad_norm", "update_norm", "weight_norm"))
+    has_loss = step.replayed["loss"] is not None
+    return (has_loss and is_same["loss"]) or all(
+        is_same[name] for name in ("grad_norm", "update_norm", "weight_norm")
+    )
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #f8d14225
 def check_setup(

@@ -78,7 +78,7 @@ def _original(function: Any) -> Any:
 
 def _namespaces(setup: Setup | None) -> list[dict]:
     "Where the classes of a batch may stand: the files in which a setup's functions were written."
-    functions = [] if setup is None else [setup.model, setup.loss]
+    functions = [] if setup is None else [setup.model, setup.step or setup.loss]
     originals = list(map(_original, functions))
     return [function.__globals__ for function in originals if hasattr(function, "__globals__")]
 

@@ -24,6 +24,7 @@ from ..probe.blackbox import read_entry
 from ..probe.environment import arithmetic, set_arithmetic
 from ..probe.settings import as_list
 from .device import on_other_device
+from .own_step import refuse_loss
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/00_state.ipynb #197e9bc7
@@ -31,6 +32,7 @@ _REDUCTIONS = ("auto", "mean", "sum")
 _SIGNATURES = {
     "model": "a function () -> model, such as `lambda: Net(...)`",
     "loss": "a function (model, batch) -> loss",
+    "step": "a function (model, optimizers, batch) that takes a step and returns its loss, or None",
     "optimizer": "a function (model) -> optimizer, such as `lambda m: torch.optim.AdamW(m.parameters())`",
     "schedule": "a function (optimizer, step) that sets the learning rate",
 }
@@ -60,30 +62,30 @@ def _copy(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class OfPart:
-    "A function (model, batch) of a setup, to be called with a kept micro-batch."
+    "A function of a setup whose last argument is a kept micro-batch."
 
-    function: Callable  # (model, batch), or (model, batch, loop)
-    takes_loop: bool = False  # whether the values of the loop are its third argument
+    function: Callable  # (model, batch) or (model, optimizers, batch); and `loop`
+    takes_loop: bool = False  # whether the values of the loop are one more argument
     takes_part: bool = False  # whether it calls another such function, and is given what that one needs
     devices: tuple[str, str] = ("", "cpu")  # kind of the run's device, device of the replay
 
-    def __call__(self, model: torch.nn.Module, part: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         "What the function returns for a copy of the batch, whatever is kept beside it."
         # a forward pass may change its inputs in place, and the same batch is used again
-        return self.on_itself(model, part, _copy)
+        return self.on_itself(*arguments, prepare=_copy)
 
     def on_itself(
         self,
-        model: torch.nn.Module,  # as the function takes it
-        part: Any,  # a kept micro-batch
+        *arguments: Any,  # as the function takes them, a kept micro-batch last
         prepare: Callable = lambda value: value,  # applied to the batch and to the values of the loop
     ) -> Any:
         "What the function returns for the batch itself."
         if self.takes_part:
-            return self.function(model, part)
+            return self.function(*arguments)
+        *others, part = arguments
         values = [batch_alone(part), *([loop_values(part)] if self.takes_loop else [])]
         with on_other_device(*self.devices):
-            return self.function(model, *map(prepare, values))
+            return self.function(*others, *map(prepare, values))
 
 # %% ../../nbs/api/replay/00_state.ipynb #3e3f8390
 def has_items(part: object) -> bool:  # part: a micro-batch
@@ -99,8 +101,8 @@ class Setup:
 
     model: Callable  # () -> torch.nn.Module, with the shape of the checkpoint
     # (model, batch) -> scalar tensor, the mean loss in nats; a third parameter named `loop` gets variables
-    # of the training loop that were saved with the batch, by name
-    loss: Callable
+    # of the training loop that were saved with the batch, by name; None: with `step` only
+    loss: Callable = None  # type: ignore[assignment]
     # (model) -> optimizer as used in the run, or a list of optimizers; None: no update
     optimizer: Callable | None = None
     # (optimizer, step) -> None, sets what the training loop sets before a step, such as the learning rate;
@@ -116,14 +118,19 @@ class Setup:
     # how micro-batch losses combine into the loss of a step: 'mean', 'sum', or 'auto': the sum where each
     # has `num_items_in_batch`, by which Hugging Face's models divide, else the mean
     reduction: str = "auto"
+    # (model, optimizers, batch) -> loss or None, for a loop that optimizes by itself, such as that of a GAN:
+    # takes the backward passes and the steps of a list of optimizers; may have `loop`, as `loss`
+    step: Callable | None = None
     device: str = "cpu"  # device of the model and the batches; set by replays and trials
     recorded_on: str = ""  # kind of the run's device, such as 'cuda'; set when a setup is loaded; '': unknown
 
     def __post_init__(self):
-        for name in ("model", "loss", "optimizer", "schedule", "token_loss", "decode", "batches"):
+        if self.step is not None and self.loss is None:
+            object.__setattr__(self, "loss", refuse_loss)
+        for name in ("model", "loss", "optimizer", "schedule", "token_loss", "decode", "batches", "step"):
             value, is_needed = getattr(self, name), name in ("model", "loss")
             _refuse_instance(name, value, is_needed)
-        for name in ("loss", "token_loss"):
+        for name in ("loss", "token_loss", "step"):
             function = getattr(self, name)
             if function is not None and not isinstance(function, OfPart):
                 function = OfPart(function, _takes_loop(function))

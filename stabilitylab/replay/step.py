@@ -23,6 +23,7 @@ from ..numerics.non_finite import NonFiniteOrigin, find_non_finite
 from ..numerics.pytree import map_tensors
 from ..probe.recorder import Recorder
 from ..probe.settings import as_list
+from .own_step import kept_gradients, measured
 from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from ..run.record import open_run
 
@@ -42,8 +43,9 @@ def _forward(
     i: int,
     recorder: Recorder | None,
     autocast: torch.dtype | None,
-) -> torch.Tensor:
-    "The loss of a micro-batch, with the random state that it was kept with; behind the last one, of that."
+    own: list | None = None,
+) -> Any:
+    "The loss of a micro-batch, with its random state; with optimizers of its `own` what a step returns."
     if i < len(batch.rng):
         set_rng_state(batch.rng[i])
     device = next(model.parameters()).device
@@ -52,6 +54,8 @@ def _forward(
     if recorder is not None:
         recorder.batch(part)
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        if own is not None and setup.step is not None:
+            return setup.step(model, own, part)
         return setup.loss(model, part)
 
 
@@ -90,7 +94,7 @@ def _grad_norm(model: torch.nn.Module) -> float:
 class StepNumbers:
     "Loss, gradient norm and learning rate of a step, before the weights change."
 
-    loss: float  # loss of the step, nats
+    loss: float | None  # loss of the step, nats; None where a `setup.step` returns none
     grad_norm: float  # L2 norm of the gradient before clipping
     clipped_grad_norm: float | None  # norm after clipping; None if the setup does not clip
     lr: float | None  # learning rate of the first parameter group; None without an optimizer
@@ -192,7 +196,11 @@ def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
     model.zero_grad(set_to_none=True)
     optimizers = as_list(optimizer)
     rate = _rate_of(optimizers)
-    if any(map(needs_closure, optimizers)):
+    if setup.step is not None:
+        take = partial(_forward, setup, model, batch, recorder=recorder, autocast=autocast, own=optimizers)
+        loss, grad_norm = measured(model, optimizers, map(take, range(len(batch.parts))), before_update)
+        clipped = None
+    elif any(map(needs_closure, optimizers)):
         _refuse_beside_closure(optimizers, scaler)
         parts = (setup, model, optimizers[0], batch, recorder, autocast, before_update)
         loss, grad_norm, clipped = _step_by_closure(*parts)
@@ -209,7 +217,8 @@ def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
 class Replayed:
     "The losses, gradients and updated weights of a replayed step."
 
-    loss: float  # mean loss of the micro-batches, nats
+    # mean loss of the micro-batches, nats; None where a `setup.step` returns none
+    loss: float | None
     grad_norm: float  # L2 norm of the gradient before clipping
     update_norm: float  # L2 norm of the change of the trained weights, over finite ones
     gradients: dict  # parameter -> gradient as the optimizer received it
@@ -217,9 +226,13 @@ class Replayed:
     run: xr.DataTree | None  # record of the step, as written by the Recorder
     clipped_grad_norm: float | None = None  # gradient norm after clipping; None if the setup does not clip
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         "The scalar results as a dict."
-        numbers = {"loss": self.loss, "grad_norm": self.grad_norm, "update_norm": self.update_norm}
+        numbers: dict[str, float | None] = {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "update_norm": self.update_norm,
+        }
         clipped = self.clipped_grad_norm
         return numbers if clipped is None else numbers | {"clipped_grad_norm": clipped}
 
@@ -278,12 +291,14 @@ def replay(
     before = [p.detach().clone() for p in trained]
     batch = batch if keep_rng else replace(batch, rng=[])
     run, scaler = None, snapshot.grad_scaler(str(next(model.parameters()).device))
+    received = kept_gradients(as_list(optimizer)) if snapshot.setup.step is not None else {}
     with restored_rng(), recorded_arithmetic(snapshot):
         if record:
             numbers, run = _take_recorded_step(snapshot, model, optimizer, batch, sampled, autocast, scaler)
         else:
             numbers = _take_step(snapshot, model, optimizer, batch, None, autocast, scaler)
-    grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    last = {n: received.get(id(p), p.grad) for n, p in model.named_parameters()}
+    grads = {name: grad.detach().clone() for name, grad in last.items() if grad is not None}
     pairs = zip(trained, before, strict=True)
     # from a NaN there is no distance
     change = norm_of((p.detach() - old)[old.isfinite()] for p, old in pairs)
@@ -309,7 +324,7 @@ class NoiseFloor:
     "The largest differences between repeats of one step."
 
     exact: bool  # whether all repeats are identical
-    loss: float  # difference of the loss, nats
+    loss: float  # difference of the loss, nats; 0 where the step returns none
     grad: float  # difference of the gradient, relative L2
     weights: float  # difference of the updated weights, relative L2
 
@@ -334,7 +349,8 @@ def noise_floor(
         raise bad_input("times", times, "2 or more")
     first, *others = [replay(snapshot, batch, device, record=False) for _ in range(times)]
     floats = {k: v for k, v in first.weights.items() if v.is_floating_point()}
-    loss = max(abs(other.loss - first.loss) for other in others)
+    losses = [step.loss for step in (first, *others) if step.loss is not None]
+    loss = max((abs(value - losses[0]) for value in losses), default=0.0)
     is_same_state = all(
         torch.equal(v, other.weights[k]) for other in others for k, v in first.weights.items()
     )

@@ -119,6 +119,8 @@ def save_run(
     overwrite: bool = False,  # replace an existing record
 ) -> Path:  # the folder of the store
     "Saves a record as a Zarr store and returns its folder."
+    from zarr import consolidate_metadata  # late: reading a log needs no store
+
     path = Path(path)
     if path.exists() and not overwrite:
         raise bad_input("path", str(path), "a path where nothing is yet", "pass overwrite=True to replace it")
@@ -137,9 +139,9 @@ def save_run(
         # not every program reads the copy of all metadata, or texts of fixed width: ours does
         warnings.filterwarnings("ignore", "Consolidated metadata")
         warnings.filterwarnings("ignore", ".*does not have a Zarr V3 specification")
-        validate_run(run).map_over_datasets(xr.Dataset.drop_encoding).to_zarr(
-            part, zarr_format=3, encoding=encodings
-        )
+        bare = validate_run(run).map_over_datasets(xr.Dataset.drop_encoding)
+        bare.to_zarr(part, zarr_format=3, encoding=encodings, consolidated=False)
+        consolidate_metadata(part, zarr_format=3)  # once: xarray does it after each group, for half a second
     write_checksums(part)
     if path.exists():
         path.rename(old)
@@ -150,7 +152,7 @@ def save_run(
 
 def _encodings(table: xr.Dataset, rows: int = 2**18) -> dict:
     "Zarr encodings: a checksum for each chunk; of a long table a chunk has `rows` rows, to be read alone."
-    from zarr.codecs import Crc32cCodec, ZstdCodec  # late: reading a log needs no store
+    from zarr.codecs import Crc32cCodec, ZstdCodec  # late, as above
 
     encodings: dict[str, dict] = {}
     for name, variable in table.variables.items():

@@ -17,6 +17,7 @@ import xarray as xr
 from ..fixes.training import Training, load_optimizer
 from ..names.errors import bad_input
 from ..numerics.pytree import map_tensors
+from ..replay.own_step import refuse_step
 from ..replay.setup_check import SetupCheck
 from ..replay.setup_file import checked, setup_of
 from ..replay.snapshot import load_batch, load_snapshot, recorded_schedule
@@ -271,6 +272,7 @@ def _moved(training: Training, device: str) -> Training:
 def _recorded_training(start: Start, seed: int, device: str) -> Training:
     "The training of a recorded run before a step."
     setup = replace(setup_of(start.path, start.setup), device=device)
+    refuse_step(setup.step, "a trial")
     snapshot: Snapshot = load_snapshot(start.path, start.step, setup)
     model, optimizer = snapshot.build()
     if optimizer is None:

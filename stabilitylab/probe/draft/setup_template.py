@@ -39,8 +39,11 @@ from stabilitylab.probe.draft.running_script import (
     notebook_cells,
 )
 from stabilitylab.probe.draft.trainer_code import (
+    StepCode,
     TrainerCode,
+    autocast_lines,
     kept_file,
+    step_code,
     trainer_code,
 )
 from ..environment import mask_secrets
@@ -215,9 +218,12 @@ def _import_classes(draft: Draft, batch: Any) -> None:
 
 def _trainer_code(
     draft: Draft, values: ValueSources, model: nn.Module, batch: Any, recorder: Any
-) -> TrainerCode | None:
-    "The loss of a Trainer that computes it itself; None without one. The record keeps its other models."
+) -> TrainerCode | StepCode | None:
+    "The loss, or the step, that a Trainer computes itself; None without one. Its other models are kept."
     trainer = getattr(recorder, "trainer", None)
+    if trainer is not None and getattr(model, "automatic_optimization", True) is False:  # Lightning
+        draft.imports.add("from stabilitylab.replay.own_step import module_step")
+        return step_code(model, trainer, recorder.autocast)
     name = None if trainer is None else draft.name_of(type(trainer))
     if trainer is None or name is None:
         return None
@@ -235,14 +241,25 @@ def _trainer_code(
     return code
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #1519ce82
-_PARAMETERS = {"parameters": "model, batch"}  # of a loss without values of the loop
+# of a loss without values of the loop
+_PARAMETERS = {"function": "loss", "parameters": "model, batch", "loss_argument": "loss", "step_line": ""}
+_OF_STEP = {
+    "function": "step",
+    "parameters": f"model, optimizers, batch, {LOOP}",
+    "loss_argument": "None",  # the step takes several backward passes, or may
+    "step_line": "\n        step=step,",
+    "reduction": "sum",
+}
 
 
 def _loss_parts(
-    model: nn.Module, batch: Any, code: LoopCode | TrainerCode | None, recorder: Any = None
+    model: nn.Module, batch: Any, code: LoopCode | TrainerCode | StepCode | None, recorder: Any = None
 ) -> dict[str, str]:
-    "The body of the loss in a draft, and how micro-batches are put together."
+    "The body of the loss, or of the step, in a draft, and how micro-batches are put together."
     call, words = call_source(batch)
+    if isinstance(code, StepCode):
+        comment = f"{words}, as `training_step` was given it.\n    # {kept_words(code.expressions)}"
+        return _OF_STEP | {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip()}
     if isinstance(code, TrainerCode):
         comment = f"{words}, as the trainer's own `compute_loss` was given it."
         body = indent("\n".join(code.lines), "    ").lstrip()
@@ -267,14 +284,11 @@ def _loss_parts(
     lines, reduction = _framework_lines(f"own_loss({call})", model, recorder)
     return {"batch": hint, "loss": indent("\n".join(lines), "    ").lstrip(), "reduction": reduction}
 
-
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #1519ce83
 def _framework_lines(loss: str, model: nn.Module, recorder: Any) -> tuple[list[str], str]:
     "(lines that return a loss as a framework optimizes it, how micro-batches are put together)."
     autocast, share = getattr(recorder, "autocast", None), getattr(recorder, "share", 1)
-    lines = [f"return {loss} / {share}" if share > 1 else f"return {loss}"]
-    if autocast is not None:
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        lines = [f"with torch.autocast({device!r}, {autocast}):", f"    {lines[0]}"]
+    lines = autocast_lines(f"return {loss} / {share}" if share > 1 else f"return {loss}", model, autocast)
     return lines, "sum" if share > 1 else "auto"
 
 

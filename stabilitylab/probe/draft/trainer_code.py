@@ -13,8 +13,10 @@ import textwrap
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -281,6 +283,85 @@ def prepared(
     if hasattr(cls, "log_dict"):  # of Lightning
         lines.append("model.log = model.log_dict = lambda *args, **kwargs: None  # there is no Trainer")
     return lines
+
+
+_OF_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch", "builtins")
+
+# %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #c1d0ff04
+# what a Trainer calls of a module in a step
+_OF_STEP = (
+    "training_step",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+_COUNTERS = ("global_step", "current_epoch")  # which a LightningModule has under names of its own, too
+
+
+@cache
+def _read_of_trainer(cls: type) -> tuple[str, ...]:
+    "What the step of a module, its hooks and their own methods read of `self.trainer`."
+    own = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in _OF_LIBRARIES]
+    members = {name for base in own for name in vars(base)}
+    waiting, done, read = [name for name in _OF_STEP if name in members], set(), set(_COUNTERS)
+    while waiting:
+        name = waiting.pop()
+        done.add(name)
+        for chain in [chain for tree in _definitions(cls, name) for chain in _chains(tree)]:
+            read |= {chain[1]} if chain[0] == "trainer" and len(chain) > 1 else set()
+            waiting += [chain[0]] if chain[0] in members - done else []
+    return tuple(sorted(read))
+
+
+def trainer_values(
+    model: torch.nn.Module,  # a LightningModule
+    trainer: Any,  # of Lightning
+) -> dict[str, int | float]:  # by the names of the trainer's attributes
+    "The numbers that a module reads of its trainer, as they are now."
+    values = {}
+    kind: Any = type(model)
+    for name in _read_of_trainer(kind):
+        with suppress(Exception):  # a property of the Trainer may raise anything
+            values[name] = getattr(trainer, name)
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+# %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #c1d0ff07
+def autocast_lines(
+    line: str,  # that returns a loss
+    model: torch.nn.Module,  # whose device it runs on
+    autocast: torch.dtype | None,  # None: there is none
+) -> list[str]:
+    "A line under Lightning's autocast."
+    if autocast is None:
+        return [line]
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    # which does not cache the cast weights: gradients of a layer that runs twice, and weights that change
+    # within a step, would be rounded otherwise
+    return [f"with torch.autocast({device!r}, {autocast}, cache_enabled=False):", f"    {line}"]
+
+
+@dataclass(frozen=True)
+class StepCode:
+    "How a draft takes a step with a module that optimizes by itself."
+
+    lines: list[str]  # body of the step
+    expressions: dict[str, str]  # name of a kept value -> expression in the callback
+
+
+def step_code(
+    model: torch.nn.Module,  # a LightningModule with manual optimization
+    trainer: Any,  # of Lightning
+    autocast: torch.dtype | None = None,  # format under whose autocast the step runs; None: none
+) -> StepCode:
+    "The lines that take a step by the `training_step` of a module."
+    schedulers = len(getattr(trainer, "lr_scheduler_configs", None) or [])
+    words = f", schedulers={schedulers}" if schedulers else ""
+    words += ", has_logger=True" if getattr(trainer, "loggers", None) else ""
+    lines = autocast_lines(f"return module_step(model, optimizers, batch, loop{words})", model, autocast)
+    attributes = {name: f"trainer.{name}" for name in trainer_values(model, trainer)}
+    return StepCode(lines, {"batch_idx": "batch_idx"} | attributes)
 
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #f8de4a9a
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
