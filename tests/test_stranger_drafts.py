@@ -858,6 +858,18 @@ def test_a_program_that_extends_its_path_is_imported_again(tmp_path):
     assert refused.returncode == 2 and "No module named 'shared_by_scripts'" in refused.stderr
 
 
+def test_a_class_of_a_package_that_is_not_installed_is_told_by_the_package(tmp_path):
+    "A record of Lightning replayed in an environment without it: `cannot import name 'LitAutoEncoder'`."
+    text = "from package_that_nobody_has import Base\n\nclass Net(Base):\n    width = 3\n\n"
+    (tmp_path / "lit.py").write_text(text + "def area():\n    return Net.width\n")
+    script = definitions(tmp_path / "lit.py", "lit_of_a_stranger")
+    for _ in range(2):  # whoever asks
+        with pytest.raises(ModuleNotFoundError, match="No module named 'package_that_nobody_has'"):
+            _ = script.Net
+    with pytest.raises(ModuleNotFoundError, match="package_that_nobody_has"):
+        script.area()
+
+
 OF_DRAFTS = {  # what `replay_setup.py` of a record imports: records of earlier versions have it too
     "stabilitylab.probe.draft.loop_values": ("give_vectors", "kept_values", "restored"),
     "stabilitylab.probe.draft.model_parts": ("assembled",),

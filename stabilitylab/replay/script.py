@@ -65,7 +65,11 @@ class _Names(dict):
     def __missing__(self, name: str) -> Any:
         "A value that the script assigns."
         for statement in self._due(name):
-            self.run(statement)
+            try:
+                self.run(statement)
+            except ImportError:
+                self.wait(statement)  # the next one who asks is told the same
+                raise
         if name not in self:
             raise KeyError(name)
         return self[name]
@@ -91,9 +95,12 @@ class _Names(dict):
 
     def wait(
         self,
-        statement: ast.stmt,  # an assignment or an import at the top level of the script
+        statement: ast.stmt,  # an assignment, an import or a definition at the top level of the script
     ) -> None:
         "Keep a statement until one of its names is asked for."
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+            self.waiting.setdefault(statement.name, []).append(statement)
+            return
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self.waiting.setdefault(node.id, []).append(statement)
