@@ -226,7 +226,8 @@ def _from_file(file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         with _within(_directory_of(str(file))):
-            spec.loader.exec_module(module)
+            # without the cache of Python, which takes an edit within a second for no edit
+            exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     finally:  # a draft adds the folder of its training script
         folders = list((Counter(sys.path) - path).elements())
         # in a notebook the path begins with the working directory, whose files are edited and loaded anew
