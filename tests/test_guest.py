@@ -595,6 +595,19 @@ def test_step_before_with_starts_the_recording(tmp_path):
     assert run["scalars"].sizes["step"] == 4 and run["activations"].rms[1:].notnull().all()
 
 
+def test_a_step_after_the_end_of_a_record_begins_no_new_one(tmp_path):
+    "It began a second segment, with the words `step` came before `with`, and `diagnose` told of a restart."
+    model, optimizer = fresh()
+    recorder = guest(model, optimizer, tmp_path / "r")
+    loop(model, optimizer, recorder, steps=3)
+    recorder.close()
+    with pytest.warns(UserWarning, match="came after the end of the record"):
+        loop(model, optimizer, recorder, steps=2)
+    recorder.close()
+    run = open_run(tmp_path / "r")
+    assert run["scalars"].sizes["step"] == 3 and set(run["scalars"].segment.values) == {0}
+
+
 LOOP_WITHOUT_WITH = """
 import torch
 from stabilitylab import Recorder

@@ -653,6 +653,20 @@ with Recorder(model, [], sys.argv[0] + ".never") as recorder:
 """
 
 
+def test_an_edit_within_the_same_second_is_an_edit(tmp_path, monkeypatch):
+    "Python's cache knows a file by its size and its second; a page that mended its setup got the old one."
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mended.py"
+    text = "import torch\nfrom stabilitylab import Setup\ndef setup(path):\n"
+    text += "    return Setup(lambda: torch.nn.Linear(1, 1), lambda m, x: m(x).sum(), reduction='{}')\n"
+    reductions = []
+    for reduction in ("sum ", "mean"):
+        file.write_text(text.format(reduction.strip()) + " " * (4 - len(reduction.strip())))
+        os.utime(file, (1e9, 1e9))
+        reductions.append(load_setup(f"{file}:setup", tmp_path).reduction)
+    assert reductions == ["sum", "mean"]
+
+
 def test_a_setup_may_import_a_script_that_trains(tmp_path, monkeypatch):
     (tmp_path / "my_training.py").write_text(SCRIPT)
     lines = ["from my_training import Net", "from stabilitylab import Setup"]

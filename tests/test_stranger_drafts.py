@@ -874,9 +874,8 @@ OF_DRAFTS = {  # what `replay_setup.py` of a record imports: records of earlier 
     "stabilitylab.probe.draft.loop_values": ("give_vectors", "kept_values", "restored"),
     "stabilitylab.probe.draft.model_parts": ("assembled",),
     "stabilitylab.probe.draft.setup_template": ("own_loss",),
-    "stabilitylab.replay.own_step": ("module_step",),
     "stabilitylab.replay.script": ("clip_scaled", "definitions", "mixed", "stand_in", "weights_in"),
-    "stabilitylab.replay.trainer": ("kept_model", "trainer_like", "trainer_loss"),
+    "stabilitylab.replay.trainer": ("kept_model", "module_step", "trainer_like", "trainer_loss"),
 }
 
 

@@ -36,7 +36,8 @@ from stabilitylab.replay.examine import controls
 from stabilitylab.replay.rounded_step import StepPrecision, _attention, _casts, _regimes
 from stabilitylab.replay.samples import cut_to
 from stabilitylab.replay.state import Batch, Setup, Snapshot
-from stabilitylab.replay.swap import SwapTest, _decide, swap_test
+from stabilitylab.replay.swap import SwapTest, swap_test
+from stabilitylab.replay.swap_table import decide
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
 from stabilitylab.report import content
 from stabilitylab.report.content import run_sentences, step_to_replay
@@ -76,7 +77,7 @@ def swapped(last_losses, updates=0.02, last_update=0.002):
     update = np.full((4, 3), updates)
     update[-1] = last_update
     cells = {"grad_norm": np.array(GRADIENTS), "loss": np.array(loss), "update_norm": update}
-    verdict, by, evidence = _decide(cells, 2.0)
+    verdict, by, evidence = decide(cells, 2.0)
     return SwapTest(verdict, by, xr.Dataset({n: (("state", "batch"), v) for n, v in cells.items()}), evidence)
 
 
@@ -228,7 +229,7 @@ def test_a_swap_test_that_cannot_tell_names_what_disagrees():
     cells = {"grad_norm": flat, "loss": loss * [1, 1, 0.85], "update_norm": flat}
 
     def words(cells):
-        verdict, by, evidence = _decide(cells, 2.0)
+        verdict, by, evidence = decide(cells, 2.0)
         data = xr.Dataset({name: (("state", "batch"), values) for name, values in cells.items()})
         return verdict, SwapTest(verdict, by, data, evidence).words
 
@@ -532,7 +533,7 @@ def test_only_this_batch_in_this_state_is_said_where_no_other_batch_is_out_of_li
     losses = [[0.676, 0.684, 0.685, 0.674, 0.683], [0.628, 0.648, 0.647, 0.626, 0.635]]
     losses += [[0.574, 0.607, 0.600, 0.571, 0.579], [0.344, 0.406, 0.359, 0.341, 0.236]]
     cells = {"grad_norm": np.array([*gradients, [5.1, 5.7, other, 5.5, 19.1]]), "loss": np.array(losses)}
-    assert _decide(cells, 2.0)[0] == verdict
+    assert decide(cells, 2.0)[0] == verdict
 
 
 def test_a_step_of_fewer_micro_batches_is_cut_like_one_of_fewer_samples():

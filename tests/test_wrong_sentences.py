@@ -15,7 +15,7 @@ from stabilitylab.investigation.opening import _why_none
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.faults import FAULTS
 from stabilitylab.replay.rounded_step import step_precision
-from stabilitylab.replay.swap import _decide, _highest_words
+from stabilitylab.replay.swap_table import _highest_words, decide
 from stabilitylab.report.terminal import run_text
 from tests.test_detect_decisions import run_of
 
@@ -120,7 +120,7 @@ def test_gradients_that_cancel_to_rounding_make_no_bad_state(scale, verdict):
     "Every second batch has a gradient next to none, and the last state more of it."
     norms = np.array([[scale, 1.0, scale, 1.0, 1.0]] * 3 + [[11 * scale, 1.0, 15 * scale, 1.0, 1.0]])
     table = {"grad_norm": norms, "loss": np.ones((4, 5)), "update_norm": np.ones((4, 5))}
-    assert _decide(table, 2.0)[0] == verdict
+    assert decide(table, 2.0)[0] == verdict
 
 
 @pytest.mark.parametrize(

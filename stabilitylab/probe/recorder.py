@@ -69,7 +69,8 @@ class Recorder:
         self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
         self.guard, self.pid = Guard(str(path), self.options.first_step), os.getpid()
         self.n, self.micro = self.options.first_step, 0  # step that comes next; its micro-batches so far
-        self.is_open = self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
+        self.is_open: bool | None = None  # None: it was never entered
+        self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
         # of a framework: largest gradient norm, or "None"; format of autocast; trainer; share of a loss
         self.clip: float | str | None = None
@@ -128,10 +129,11 @@ class Recorder:
         batch: Any,  # input of the next forward pass; nested tensors
     ) -> Any:
         "Saves a batch and the random state for replay, and returns it; call it before each forward pass."
-        if not self.is_open and self.clock is None:  # the first batch of a loop without `with`
+        if self.is_open is None:  # the first batch of a loop without `with`
             self.__enter__()
-        self.guard.attempt(RECORDING, None, _take_batch, self, batch, sys._getframe(1))
-        self.micro += 1
+        if self.is_open:
+            self.guard.attempt(RECORDING, None, _take_batch, self, batch, sys._getframe(1))
+            self.micro += 1
         return batch
 
     def step(
@@ -141,9 +143,12 @@ class Recorder:
         **scalars: Any,  # more scalars of this step, such as `tokens`; `loss` may stand here, too
     ) -> None:
         "Ends one optimizer step in the record; call it after `optimizer.step()`."
-        if not self.is_open:
+        if self.is_open is None:
             self.guard.note(_NOT_ENTERED)
             self.__enter__()
+        if not self.is_open:
+            self.guard.note(_CLOSED)
+            return
         frame = sys._getframe(1)
         values = self.guard.attempt(RECORDING, None, _step_values, self, loss, scalars, frame)
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, values)
@@ -295,6 +300,7 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
         left.__exit__(None if error is None else type(error), error, None)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
+_CLOSED = "`step` came after the end of the record: this step and later ones are not recorded"
 _NOT_ENTERED = "`step` came before `with`: the hooks are put in place now, this step has no layers"
 _A_NUMBER = (
     "`step` was given a whole number, which is left out: it takes the loss, as in `recorder.step(loss)`, and"

@@ -25,7 +25,6 @@ from ..numerics.non_finite import NonFiniteOrigin
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, recorded_device, replay_device
-from .own_step import refuse_step
 from .rare_tokens import losses_by_frequency
 from .retrace import is_equal
 from .setup_check import SetupCheck
@@ -34,6 +33,7 @@ from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from .step import Replayed, first_non_finite, replay
 from .swap import SwapTest, swap_test
+from .trainer import refuse_step
 from .user_code import faults_in_one_line
 from ..run.job import CALL, Job, report_progress
 from ..run.recording import Recording, opened

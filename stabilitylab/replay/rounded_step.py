@@ -29,11 +29,11 @@ from stabilitylab.numerics.rounding.loss_cast import (
     lost_updates,
 )
 from ..probe.settings import as_list
-from .own_step import refuse_step
 from .setup_file import checked_retrace, setup_of
 from .snapshot import load_batch
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay
+from .trainer import refuse_step
 from .user_code import faults_in_one_line
 from ..run.curves import curve
 from ..run.job import report_progress

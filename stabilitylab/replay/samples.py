@@ -94,8 +94,8 @@ def cut_to(
         sizes = [(count_samples(part), count_samples(wanted)) for part, wanted in pairs]
     except InputError:  # nothing says what a sample is
         return None
-    is_larger = len(batch.parts) > len(smaller.parts) or any(n > wanted for n, wanted in sizes)
-    if not is_larger or len(batch.parts) < len(smaller.parts) or any(n < wanted for n, wanted in sizes):
+    excess = [len(batch.parts) - len(smaller.parts), *(n - wanted for n, wanted in sizes)]
+    if min(excess) < 0 or max(excess) == 0:
         return None
     parts = [_entries(part, slice(0, n), 0) for (part, _), (_, n) in zip(pairs, sizes, strict=True)]
     return replace(batch, parts=parts, rng=batch.rng[: len(parts)])

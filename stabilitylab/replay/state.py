@@ -24,7 +24,7 @@ from ..probe.blackbox import read_entry
 from ..probe.environment import arithmetic, set_arithmetic
 from ..probe.settings import as_list
 from .device import on_other_device
-from .own_step import refuse_loss
+from .trainer import refuse_loss
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/00_state.ipynb #197e9bc7

@@ -23,8 +23,8 @@ from ..numerics.non_finite import NonFiniteOrigin, find_non_finite
 from ..numerics.pytree import map_tensors
 from ..probe.recorder import Recorder
 from ..probe.settings import as_list
-from .own_step import kept_gradients, measured
 from .state import Batch, Setup, Snapshot, recorded_arithmetic
+from .trainer import kept_gradients, measured
 from ..run.record import open_run
 
 # %% ../../nbs/api/replay/01_step.ipynb #943992ba

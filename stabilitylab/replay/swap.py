@@ -19,149 +19,19 @@ from ..names.errors import bad_input
 from .samples import cut_to, with_draw, with_loop
 from .state import Batch, Snapshot
 from .step import replay
+from stabilitylab.replay.swap_table import (
+    MEASURED,
+    MIN_FACTOR,
+    bad_before,
+    columns_of,
+    decide,
+    is_bad_batch,
+    verdict_words,
+)
 
 # %% ../../nbs/api/replay/03_swap.ipynb #10c82d85
-_VERDICTS = {
-    "bad batch": "the batch is out of line from every state",
-    "bad draw": "the batch is out of line from every state with the random numbers of its step (times, noise,"
-    " masks), and like the others with those of other steps: its samples are ordinary",
-    "bad loop value": "the batch is out of line from every state with what the loop held at its step (such as"
-    " a target network or a hidden state), and like the others with what it held at other steps: its samples"
-    " are ordinary",
-    "small batch": "the batch is smaller than the others, and like them once they are cut to its size: its"
-    " samples are ordinary",
-    "bad state": "the state is out of line with every batch",
-    "bad batch and bad state": "both are out of line, each on its own",
-    "combination": "only this batch in this state is out of line",
-    "neither": "this step is like the others",
-    "cannot tell": "the controls are not finite numbers above 0",
-}
-_MEASURED = ("loss", "grad_norm", "update_norm")  # variables of the table
-_JUDGED = ("grad_norm", "loss", "update_norm")  # variables that a verdict may follow
-_MIN_FACTOR = 2.0  # smallest ratio to the controls that counts as out of line: our convention
-_PARTS = ("batch", "state", "beyond")  # what may be out of line; beyond: the suspect cell more than both
-_ROUNDED = 1e-6  # of the largest control; less is the rounding of terms that cancel: our convention
-_CLEARLY = 1.25  # factor beyond the limit at which one variable is enough; our convention
-_LATER = 8  # batches after the suspect one that are run, at most; our convention
-
-
-def _rests(logs: np.ndarray) -> np.ndarray:
-    "What neither the state nor the batch of a cell explains."
-    of_state, of_batch = np.median(logs, axis=1, keepdims=True), np.median(logs, axis=0, keepdims=True)
-    return logs - of_state - of_batch + np.median(logs)
-
-
-def _spreads(controls: np.ndarray) -> dict[str, float]:
-    "How far controls lie above the others, as logarithms; what lies below them does no harm."
-    base, of_state, of_batch = np.median(controls), np.median(controls, axis=1), np.median(controls, axis=0)
-    rest = _rests(controls).max()
-    state, batch = max((of_state - base).max(), rest), max((of_batch - base).max(), rest)
-    return {"batch": batch, "state": state, "beyond": max(batch, state)}
-
-# %% ../../nbs/api/replay/03_swap.ipynb #10c82d86
-def _factors(values: np.ndarray, min_factor: float) -> dict[str, float] | None:
-    "How far batch, state and the cell beyond both are out of line, with their limits; None: no controls."
-    table = np.asarray(values, float)
-    if table.ndim != 2 or min(table.shape) < 2:
-        return None
-    if not (np.isfinite(table[:-1, :-1]) & (table[:-1, :-1] > 0)).all():
-        return None
-    # what is not finite is further out of line than any number; what is 0 or less is not out of line upwards,
-    # and multiples of rounding errors mean nothing
-    floor = _ROUNDED * table[:-1, :-1].max()
-    logs = np.log(np.where(np.isfinite(table), np.maximum(table, floor), np.inf))
-    controls = logs[:-1, :-1]
-    batch = float(np.median(logs[:-1, -1] - np.median(controls, axis=1)))
-    state = float(np.median(logs[-1, :-1] - np.median(controls, axis=0)))
-    suspect = float(logs[-1, -1] - np.median(controls))
-    explained = max(batch, 0) + max(state, 0)
-    beyond = suspect - explained if np.isfinite(explained) else 0.0
-    spreads = _spreads(controls)
-    # what the suspect state does to single control batches, and single control states to the suspect batch
-    for beside, line in ((logs[:, :-1], np.s_[-1, :]), (logs[:-1], np.s_[:, -1])):
-        if np.isfinite(beside).all():
-            spreads["beyond"] = max(spreads["beyond"], _rests(beside)[line].max())
-    limits = {f"limit of {part}": float(max(np.log(min_factor), 2 * far)) for part, far in spreads.items()}
-    return {"batch": batch, "state": state, "suspect": suspect, "beyond": beyond} | limits
-
-
-_OF_PARTS = {(True, True): "bad batch and bad state", (True, False): "bad batch", (False, True): "bad state"}
-
-
-def _named(is_batch: bool, is_state: bool, is_beyond: bool) -> str:
-    "The verdict on what is out of line."
-    return _OF_PARTS.get((is_batch, is_state), "combination" if is_beyond else "neither")
-
-# %% ../../nbs/api/replay/03_swap.ipynb #871a0f3f
-def _excess(factors: dict[str, float], part: str) -> float:
-    "How far a part is beyond its limit."
-    return factors[part] - factors[f"limit of {part}"]
-
-
-def _largest_excess(factors: dict[str, float]) -> float:
-    "How far the part that is furthest out of line is beyond its limit."
-    return max(_excess(factors, part) for part in _PARTS)
-
-
-def _evidence(factors: dict[str, float]) -> dict[str, float]:
-    "The factors themselves, and the limit of the part that is furthest out of line."
-    leading = max(_PARTS, key=lambda part: _excess(factors, part))
-    shares = {name: factors[name] for name in ("batch", "state", "suspect")}
-    logs = shares | {"limit": factors[f"limit of {leading}"]}
-    return {name: float(np.exp(x)) for name, x in logs.items()}
-
-# %% ../../nbs/api/replay/03_swap.ipynb #a35e0012
-def _has_learned(loss: np.ndarray) -> bool:
-    "Whether the last state has a lower loss than every other one, on each batch before the last."
-    return bool((loss[-1, :-1] < loss[:-1, :-1].min(axis=0)).all())
-
-
-def _learned_words(table: xr.Dataset) -> str:
-    "Where the suspect state has a larger gradient and has only learned, in words; '' elsewhere."
-    ordered = table.transpose("state", "batch")
-    factors = _factors(ordered["grad_norm"].values, _MIN_FACTOR)
-    if factors is None or _excess(factors, "state") <= 0 or not _has_learned(ordered["loss"].values):
-        return ""
-    return (
-        f"the gradient of this state is {np.exp(factors['state']):.3g} times that of earlier states, but its"
-        " loss is lower on every batch, so the state is not bad"
-    )
-
-
-def _update_words(table: xr.Dataset) -> str:
-    "Where of the suspect state only the updates are out of line, in words; '' elsewhere."
-    ordered = table.transpose("state", "batch")
-    factors = {name: _factors(ordered[name].values, _MIN_FACTOR) for name in _JUDGED}
-    beyond = {name for name, row in factors.items() if row is not None and _excess(row, "state") > 0}
-    update = factors["update_norm"]
-    if beyond != {"update_norm"} or update is None:
-        return ""
-    return (
-        f"its updates are {np.exp(update['state']):.3g} times those of earlier states with every batch, its"
-        " losses and gradients are ordinary: look at its learning rate and its optimizer, not at its weights"
-    )
-
-
 _ONE_BATCH = "; all batches of the test are the same, so no other batch or order can tell anything"
-_HIGHER = 1.1  # factor by which a loss counts as higher than the usual one; our convention
-_RANGE_BATCHES = 3  # other batches that their range takes, at least; our convention
-
-
-def _highest_words(table: xr.Dataset) -> str:
-    "Where the suspect batch has by far the highest loss from every state, in words; '' elsewhere."
-    loss = table["loss"].transpose("state", "batch").values
-    others, last = loss[:, :-1], loss[:, -1]
-    if others.shape[1] < _RANGE_BATCHES or not np.isfinite(loss).all() or not (loss > 0).all():
-        return ""
-    if not (last - others.max(axis=1) > np.ptp(others, axis=1)).all():
-        return ""
-    times = float(np.median(last / np.median(others, axis=1)))
-    if times < _HIGHER:
-        return ""
-    return (
-        "nothing is twice the others or more, but this batch has the highest loss from every state,"
-        f" {times:.3g} times the usual"
-    )
+_LATER = 8  # batches after the suspect one that are run, at most; our convention
 
 # %% ../../nbs/api/replay/03_swap.ipynb #bb1cde8c
 @dataclass(frozen=True)
@@ -185,17 +55,12 @@ class SwapTest:
         count = f"{self.bad_in_a_row}{' or more' if self.is_longer else ''}"
         row = f"; {count} batches in a row are" if self.bad_in_a_row > 1 else ""
         reason = f"; {self.reason}" if self.reason and "bad state" in self.verdict else ""
-        words = _update_words(self.table) if self.verdict == "bad state" else ""
-        if self.verdict == "neither":
-            words = _learned_words(self.table) or ("" if self.is_one_batch else _highest_words(self.table))
-        if self.verdict == "cannot tell":
-            words = _undecided_words(self.table)
         same = _ONE_BATCH if self.is_one_batch else ""
-        return (words or _VERDICTS[self.verdict]) + row + reason + same
+        return verdict_words(self.verdict, self.table, self.is_one_batch) + row + reason + same
 
     def to_dict(self) -> dict:
         "The test as plain data for JSON."
-        measured = {name: self.table[name].values for name in _MEASURED}
+        measured = {name: self.table[name].values for name in MEASURED}
         return plain(
             {
                 "verdict": self.verdict,
@@ -208,87 +73,6 @@ class SwapTest:
                 "bad_in_a_row": self.bad_in_a_row,
             }
         )
-
-# %% ../../nbs/api/replay/03_swap.ipynb #8d29ca88
-def _is_out(tables: list[dict[str, float]], part: str) -> bool | None:
-    "Whether a part is out of line in all tables, or clearly in one; None: who knows."
-    excess = [_excess(factors, part) for factors in tables]
-    beyond = [value for value in excess if value > 0]
-    if len(beyond) == len(excess) or max(excess) > np.log(_CLEARLY):
-        return True
-    return None if beyond else False
-
-
-def _judged_factors(cells: dict[str, np.ndarray], min_factor: float) -> dict[str, dict[str, float]]:
-    "The factors of each variable whose controls are finite numbers above 0."
-    judged = ((name, _factors(cells[name], min_factor)) for name in _JUDGED if name in cells)
-    return {name: factors for name, factors in judged if factors is not None}
-
-
-def _without_learning(
-    by_name: dict[str, dict[str, float]], cells: dict[str, np.ndarray]
-) -> dict[str, dict[str, float]]:
-    "The same with no state out of line for its gradient, where it has a lower loss on every batch."
-    gradient = by_name.get("grad_norm")
-    if gradient is None or not _has_learned(cells["loss"]):
-        return by_name
-    # an update that grew by more than the gradient is the optimizer's doing
-    follows = [
-        n for n in ("grad_norm", "update_norm") if n in by_name and by_name[n]["state"] <= gradient["state"]
-    ]
-    return by_name | {name: by_name[name] | {"state": min(by_name[name]["state"], 0.0)} for name in follows}
-
-
-def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, dict[str, float]]:
-    "(verdict, decided by, evidence) of gradient norm, loss and norm of the update together."
-    by_name = _judged_factors(cells, min_factor)
-    if not by_name:
-        return "cannot tell", _JUDGED[0], {}
-    judged = _without_learning(by_name, cells)
-    out = [_is_out(list(judged.values()), part) for part in _PARTS]
-    verdict = _named(*(is_part_out is True for is_part_out in out))
-    if verdict == "neither" and None in out:
-        verdict = "cannot tell"
-    # the table in which something is furthest out of line
-    decided_by = max(by_name, key=lambda name: _largest_excess(by_name[name]))
-    return verdict, decided_by, _evidence(by_name[decided_by])
-
-# %% ../../nbs/api/replay/03_swap.ipynb #936f636c
-_NAMES = {"grad_norm": "the gradient norm", "loss": "the loss", "update_norm": "the norm of the update"}
-
-
-def _undecided_words(table: xr.Dataset) -> str:
-    "Which variables are out of line where the others are not, in words; '' where none can be judged."
-    cells = {name: table[name].transpose("state", "batch").values for name in _JUDGED}
-    judged = _without_learning(_judged_factors(cells, _MIN_FACTOR), cells)
-    is_out = {_NAMES[name]: _largest_excess(row) > 0 for name, row in judged.items()}
-    out = [name for name in is_out if is_out[name]]
-    rest = [name for name in is_out if not is_out[name]]
-    if not out or not rest:
-        return "the measured variables do not agree on what is out of line" if judged else ""
-    verbs = ("is" if len(out) == 1 else "are"), ("is" if len(rest) == 1 else "are")
-    return f"{' and '.join(out)} {verbs[0]} out of line, but {' and '.join(rest)} {verbs[1]} not"
-
-
-def _is_bad_batch(cells: dict[str, np.ndarray], min_factor: float) -> bool:
-    "Whether the last batch is out of line from the control states."
-    tables = list(_judged_factors(cells, min_factor).values())
-    return bool(tables) and _is_out(tables, "batch") is True
-
-# %% ../../nbs/api/replay/03_swap.ipynb #0a0723e7
-def _columns(cells: dict[str, np.ndarray], columns: list[int]) -> dict[str, np.ndarray]:
-    "The same with these batches only."
-    return {name: values[:, columns] for name, values in cells.items()}
-
-
-def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
-    "How many batches right before the suspect one are out of line beside two or more that are not."
-    n = cells["loss"].shape[1]
-    for count in range(n - 3, 0, -1):
-        controls = list(range(n - 1 - count))
-        if all(_is_bad_batch(_columns(cells, [*controls, j]), min_factor) for j in range(n - 1 - count, n)):
-            return count
-    return 0
 
 # %% ../../nbs/api/replay/03_swap.ipynb #0a0723e8
 def _beside(columns: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -327,7 +111,7 @@ class _Controls:
         "Whether other batches in place of the suspect one are out of line."
         column = self.column(batches)
         tables = {name: np.column_stack([cells[:, :-1], column[name]]) for name, cells in self.cells.items()}
-        return _is_bad_batch(tables, self.factor)
+        return is_bad_batch(tables, self.factor)
 
     def explain_by_size(
         self,
@@ -340,7 +124,7 @@ class _Controls:
             return False
         columns = [self.column([batch] * len(self.states)) for batch in cut]
         columns.append({name: cells[:, -1] for name, cells in self.cells.items()})
-        return not _is_bad_batch(_beside(columns), self.factor)
+        return not is_bad_batch(_beside(columns), self.factor)
 
 # %% ../../nbs/api/replay/03_swap.ipynb #0a0723ea
 _EXCHANGED = {"bad draw": with_draw, "bad loop value": with_loop}  # verdict -> what it is to blame
@@ -378,7 +162,7 @@ def swap_test(
     snapshots: Sequence[Snapshot],  # states to run from, at least two, the suspect one last
     batches: Sequence[Batch],  # batches to run, at least two, the suspect one last
     device: str | None = None,  # device to run on; None: that of the setup
-    min_factor: float = _MIN_FACTOR,  # smallest ratio to the controls that counts as abnormal
+    min_factor: float = MIN_FACTOR,  # smallest ratio to the controls that counts as abnormal
     progress: bool = True,  # show a progress bar
     later: Iterable[Batch] = (),  # batches after the suspect one, to count consecutive bad ones
 ) -> SwapTest:  # the verdict and the table behind it
@@ -387,7 +171,7 @@ def swap_test(
     if min(shape) < 2:
         allowed = "two or more of each: the suspect last, controls before it"
         raise bad_input("snapshots, batches", f"{shape[0]}, {shape[1]}", allowed)
-    cells = {name: np.full(shape, np.nan) for name in _MEASURED}
+    cells = {name: np.full(shape, np.nan) for name in MEASURED}
     with tqdm(total=shape[0] * shape[1], desc="swap test", disable=not progress, leave=False) as bar:
         for i, j in np.ndindex(shape):
             step = replay(snapshots[i], batches[j], device, record=False)
@@ -397,9 +181,9 @@ def swap_test(
     judged = dict(cells)
     if len({snapshot.optimizer is None for snapshot in snapshots}) == 2:
         del judged["update_norm"]  # a fresh optimizer's update is not that of one under way
-    before, n = _bad_before(judged, min_factor), shape[1]
-    judged = _columns(judged, [*range(n - 1 - before), n - 1])  # bad batches are no controls
-    verdict, decided_by, evidence = _decide(judged, min_factor)
+    before, n = bad_before(judged, min_factor), shape[1]
+    judged = columns_of(judged, [*range(n - 1 - before), n - 1])  # bad batches are no controls
+    verdict, decided_by, evidence = decide(judged, min_factor)
     controls = _Controls(judged, snapshots[:-1], device, min_factor)
     verdict = _finer(verdict, controls, [*batches[: n - 1 - before], batches[-1]])
     is_bad = "bad batch" in verdict

@@ -17,12 +17,12 @@ import xarray as xr
 from ..fixes.training import Training, load_optimizer
 from ..names.errors import bad_input
 from ..numerics.pytree import map_tensors
-from ..replay.own_step import refuse_step
 from ..replay.setup_check import SetupCheck
 from ..replay.setup_file import checked, setup_of
 from ..replay.snapshot import load_batch, load_snapshot, recorded_schedule
 from ..replay.state import Setup, Snapshot
 from ..replay.step import needs_closure
+from ..replay.trainer import refuse_step
 from ..replay.user_code import function_at
 from ..run.record import is_run
 from ..run.recording import Recording, opened

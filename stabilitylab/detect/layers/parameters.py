@@ -185,7 +185,7 @@ def find_update_rms_excess(
     large = optimizer.isel(param=np.flatnonzero(entries >= count_limit("update_entries")))
     # by the step, not the row: a record may begin late or keep every tenth step
     ceilings = np.asarray(rms_ceiling(large.step.values + 1, betas[1]))
-    # above its ceiling a moment is one of another gradient: Adam adds the weight decay to what was recorded
+    # above its ceiling the second moment is not of this gradient: Adam adds weight decay to what was recorded
     rms = np.where(large.update_rms <= (1 + _ROUNDED) * ceilings[:, None], large.update_rms, np.nan)
     is_over = rms >= limit("update_rms")
     if not is_over.any():

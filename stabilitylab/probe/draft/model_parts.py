@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
+from functools import cache
 from textwrap import dedent, indent
 from typing import Any
 
@@ -157,13 +158,18 @@ def _attribute(draft: Any, value: Any) -> str | None:
     return name
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #319915d8
+@cache
+def _init_of(cls: type) -> ast.AST:
+    "The source of a class's `__init__`; an empty one where there is none to read."
+    try:
+        return ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+
+
 def _assigned(cls: type) -> list[tuple[str, ast.expr]]:
     "What a class's `__init__` keeps: each attribute of `self` with the value that it is given."
-    try:
-        tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
-    except (OSError, TypeError, SyntaxError):
-        return []
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assigned = [node for node in ast.walk(_init_of(cls)) if isinstance(node, ast.Assign)]
     pairs = [pair for node in assigned for target in node.targets for pair in _spread(target, node.value)]
     return [(name.removeprefix("self."), value) for name, value in pairs if name.startswith("self.")]
 
@@ -176,8 +182,8 @@ def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
 
 
 def _changes(cls: type, name: str) -> bool:
-    "Whether a class's `__init__` gives an argument another value before it keeps it or hands it on."
-    nodes = ast.walk(ast.parse(dedent(inspect.getsource(cls.__init__))))  # type: ignore[misc]
+    "Whether a class's `__init__` gives an argument another value."
+    nodes = ast.walk(_init_of(cls))
     return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in nodes)
 
 
@@ -231,17 +237,17 @@ def argument_value(
             return True, attributes[name]
     if name in model._buffers:
         return True, model._buffers[name]
-    attribute = kept_as_given(type(model)).get(name, "")
-    if attribute in vars(model):
-        return True, vars(model)[attribute]
-    return _value_in_part(model, name)
+    return (False, None) if _changes(type(model), name) else _value_handed_on(model, name)
 
 
-def _value_in_part(model: nn.Module, name: str) -> tuple[bool, Any]:
-    "The same for an argument that a module hands on: `self.drop = Dropout(dropout)`."
+def _value_handed_on(model: nn.Module, name: str) -> tuple[bool, Any]:
+    "The same for what it keeps under another name or hands to a part: `self.drop = Dropout(dropout)`."
     for attribute, value in _assigned(type(model)):
+        # of `a if wide else b` nothing tells which of the two was kept
+        if attribute in vars(model) and _alternatives(value) == [name]:
+            return True, vars(model)[attribute]
         part = model._modules.get(attribute)
-        if part is None or not isinstance(value, ast.Call) or _changes(type(model), name):
+        if part is None or not isinstance(value, ast.Call):
             continue
         parameters = list(inspect.signature(type(part)).parameters)
         handed = list(zip(parameters, value.args, strict=False))

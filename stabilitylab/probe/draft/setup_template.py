@@ -222,7 +222,7 @@ def _trainer_code(
     "The loss, or the step, that a Trainer computes itself; None without one. Its other models are kept."
     trainer = getattr(recorder, "trainer", None)
     if trainer is not None and getattr(model, "automatic_optimization", True) is False:  # Lightning
-        draft.imports.add("from stabilitylab.replay.own_step import module_step")
+        draft.imports.add("from stabilitylab.replay.trainer import module_step")
         return step_code(model, trainer, recorder.autocast)
     name = None if trainer is None else draft.name_of(type(trainer))
     if trainer is None or name is None:
