@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stabilitylab import LightningCallback, open_run
+from stabilitylab import LightningCallback, diagnose, open_run
 from stabilitylab.cli.main import main
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.retrace import QUANTITIES
@@ -226,6 +226,76 @@ MANUAL_FAULTS = {  # what is changed in the program after the run -> what the re
         "own loss factor", "2 times"
     ),
 }  # fmt: skip
+
+
+# a target network, which the step copies every third step and no optimizer holds
+COUNTED = """
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from stabilitylab.probe.lightning import LightningCallback
+
+
+class Values(nn.Module):
+    automatic_optimization = True
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.target = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step % 3 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+        with torch.no_grad():
+            wanted = self.target(batch).max(1).values + batch_idx
+        return (self(batch).max(1).values - wanted).square().mean()
+
+
+class Loop:
+    precision, precision_plugin, accumulate_grad_batches = "32-true", SimpleNamespace(), 1
+    gradient_clip_val, global_step, current_epoch = None, 0, 0
+
+    def fit(self, module, callback, batches):
+        optimizer = torch.optim.Adam(module.net.parameters(), 0.01)
+        self.optimizers, self.lightning_module, module.trainer = [optimizer], module, self
+        callback.on_train_start(self, module)
+        for i, batch in enumerate(batches):
+            callback.on_train_batch_start(self, module, batch, i)
+            loss = module.training_step(batch, i)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            self.global_step += 1
+            callback.on_train_batch_end(self, module, loss, batch, i)
+        callback.on_train_end(self, module)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    Loop().fit(Values(), LightningCallback("run", snapshot_every=4), torch.randn(16, 4, 5))
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_reads_the_counters_of_the_trainer_is_replayed(tmp_path, capsys):
+    "A Q-network whose target was copied every tenth step was replayed with a copy at every step."
+    (tmp_path / "train.py").write_text(COUNTED)
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    findings = diagnose(open_run(tmp_path / "run"))
+    (copied,) = [f for f in findings if f.kind == "no_gradient"]
+    assert copied.severity == "info" and copied.evidence == {"set_otherwise": 2}
+    assert copied.modules == ("target.weight", "target.bias")
+    for step in (12, 14):
+        assert main(["replay", str(tmp_path / "run"), "--step", str(step), "--json", "--no-swap"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["check"]["is_exact"] and not result["check"]["missing"], result["check"]
+        assert len(result["samples"]) == 4
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,15 @@ import ast
 import enum
 import functools
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
 import threading
 import warnings
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 
 from stabilitylab import Recorder
+from stabilitylab.cli.main import main
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.names.errors import InputError
@@ -302,6 +306,77 @@ def test_a_field_that_is_called_like_a_line_of_the_script_does_not_run_that_line
     )
     made = definitions(tmp_path / "reward.py", "reward_of_a_stranger").Collator("words")
     assert (made.tokenizer, made.size) == ("words", 7)
+
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+CLOSURE = """
+import torch
+from torch import nn
+
+from stabilitylab import Recorder
+
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+criterion = nn.MSELoss()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+OUTSIDE
+with Recorder(model, optimizer, "run", snapshot_every=2) as recorder:
+    for step in range(5):
+        x, y = recorder.batch((torch.randn(6, 3), torch.randn(6, 1)))
+        INSIDE
+        recorder.step(optimizer.step(closure))
+"""
+CLOSED = """def closure():
+    optimizer.zero_grad()
+    out = model(x)
+    loss = criterion(out, y)
+    loss.backward()
+    return loss
+"""
+STEP = """out = model(x)
+loss = criterion(out, y)
+loss.backward()
+optimizer.step()
+return loss
+"""
+ADAM = "Adam(model.parameters(), lr=0.1)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["INSIDE", "OUTSIDE", "a function"])
+def test_the_loss_of_a_closure_or_of_a_function_is_written_out(tmp_path, capsys, place):
+    "An example of L-BFGS was replayed by `model(*batch)`, which failed in the model's own loop."
+    lines = indent(CLOSED, "        ").lstrip() if place == "INSIDE" else CLOSED
+    text = CLOSURE.replace(place, lines)
+    if place == "a function":  # that takes the step, within the `with` of the Recorder
+        taken = "def closure(x, y):\n    optimizer.zero_grad()\n" + indent(STEP, "    ")
+        text = text.replace("OUTSIDE", taken).replace("LBFGS(model.parameters(), lr=0.5, max_iter=3)", ADAM)
+        text = text.replace("optimizer.step(closure)", "closure(x, y)")
+    text = text.replace("OUTSIDE", "").replace("INSIDE", "")
+    (tmp_path / "train.py").write_text(text)
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    assert main(["replay", str(tmp_path / "run"), "--step", "3", "--json", "--no-swap"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["is_exact"] and not check["missing"], check
+
+
+def test_what_the_head_of_a_method_reads_is_there_when_its_class_is_made(tmp_path):
+    "A buffer of experiences named its own tuple in an annotation: the replay could not import the script."
+    (tmp_path / "buffer.py").write_text(
+        "from collections import namedtuple\n"
+        "Experience = namedtuple('Experience', 'state reward')\n"
+        "size = 3\n"
+        "never = 1 / 0\n"
+        "class Buffer:\n"
+        "    def append(self, experience: Experience, most=size) -> Experience:\n"
+        "        return experience, most, never\n"
+        "    class Entry(Experience):\n"
+        "        pass\n"
+    )
+    buffer = definitions(tmp_path / "buffer.py", "buffer_of_a_stranger").Buffer
+    assert buffer.append.__annotations__["return"]._fields == ("state", "reward")
+    assert buffer.append.__defaults__ == (3,) and buffer.Entry(1, 2).reward == 2
 
 
 class Rotary(nn.Module):

@@ -147,8 +147,9 @@ def missing_measures(
     "What was not measured and would tell the causes of a jump apart."
     if "loss_jump" not in facts:
         return []
-    # NaN is no jump, and token ids have no size that could be out of range
-    has_no_size = "input_nonfinite" in facts or facts.get("embeds", (0.0, None))[0] == 1
+    # NaN is no jump, and token ids have no size that could be out of range; beside recorded activations the
+    # first module has no input of its own, such as a graph
+    has_no_size = {"input_nonfinite", "forward_jump"} & {*facts} or facts.get("embeds", (0.0, None))[0] == 1
     known = {*facts, "input_jump"} if has_no_size else {*facts}
     return [words for name, words in _TELLS.items() if name not in known]
 
@@ -316,7 +317,7 @@ def _swap_words(findings: Findings) -> tuple[str, ...]:
         return ()
     seconds, step = facts["swap_seconds"]
     why = f"not run: {swap['left_out']}" if swap else f"about {seconds:.0f} s with `--swap`"
-    return (f"whether batch or state made the rise of the loss at step {step:,}: the swap test, {why}",)
+    return (f"whether batch or state is out of line at step {step:,}: the swap test, {why}",)
 
 
 def _swap_command(findings: Findings) -> str:

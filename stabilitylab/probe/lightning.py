@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .draft.loop_setup import value_clip_code
-from .draft.trainer_code import trainer_values
+from .draft.trainer_code import reads_loop, trainer_values
 from .recorder import Recorder, look_at_loss
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
@@ -66,7 +66,7 @@ def _started(trainer: Any, module: torch.nn.Module, path: str | Path, options: d
     recorder.share = trainer.accumulate_grad_batches
     recorder.autocast = _AUTOCAST.get(str(trainer.precision))
     recorder.clip = "None" if is_manual else _clip_of(trainer, recorder.clip)
-    recorder.trainer = trainer if is_manual else None
+    recorder.trainer = trainer if is_manual or reads_loop(module) else None
     return recorder
 
 
@@ -75,10 +75,9 @@ def _keep_batch(recorder: Recorder, batch: Any, batch_idx: int, trainer: SimpleN
     recorder.batch(batch)
 
 
-def _has_stepped(recorder: Recorder, trainer: Any, last_step: int) -> bool:
-    "Whether an optimizer stepped on the last batch; a manual step may pass Lightning's own count by."
-    is_manual = recorder.trainer is not None and recorder.probes is not None
-    return trainer.global_step > last_step or (is_manual and bool(recorder.probes.params.steps.stepped))
+def _steps_by_itself(recorder: Recorder) -> bool:
+    "Whether a module with manual optimization stepped since the last step of its record."
+    return recorder.probes is not None and bool(recorder.probes.params.steps.stepped)
 
 
 def _clip_of(trainer: Any, default: Any) -> Any:
@@ -107,6 +106,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
     ):
         self.path, self.options = path, options
         self.recorder: Recorder | None = None
+        self.is_manual = False  # whether the module takes its steps itself
         self.last_step = 0  # optimizer steps that Lightning had taken after the last batch
         self.losses: list[torch.Tensor] = []  # of the micro-batches of this step, as they are optimized
 
@@ -116,7 +116,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         pl_module: torch.nn.Module,  # the LightningModule
     ) -> None:
         "Starts recording at the Trainer's current step."
-        self.last_step = trainer.global_step
+        self.last_step, self.is_manual = trainer.global_step, not pl_module.automatic_optimization
         self.recorder = _started(trainer, pl_module, self.path, self.options)
 
     def on_train_batch_start(
@@ -159,8 +159,8 @@ class LightningCallback(_base()):  # type: ignore[misc]
         "Ends a step of the record if an optimizer has stepped since the last one."
         if self.recorder is None:
             return
-        # under accumulation most batches take no step
-        if _has_stepped(self.recorder, trainer, self.last_step):
+        # under accumulation most batches take no step; a manual step may pass Lightning's own count by
+        if trainer.global_step > self.last_step or (self.is_manual and _steps_by_itself(self.recorder)):
             self.last_step = trainer.global_step
             self.recorder.step(sum(self.losses) if self.losses else None)
             self.losses.clear()

@@ -22,7 +22,7 @@ from .optimizers import OptimizerSteps, groups_of, unwrapped
 from .slots import local, readable, version_of
 from .stats import add_sums, empty_row, whole_rows
 from .updates import ParamDetails, StepUpdates, change_sums, follows_from_state
-from ..run.curves import LATE_UPDATE
+from ..run.curves import CHANGED, LATE_UPDATE
 
 # %% ../../nbs/api/probe/12_params.ipynb #f3868cc8
 _LATE = (
@@ -30,6 +30,8 @@ _LATE = (
     " after `optimizer.step`"
 )
 _GRADIENTS, UPDATES = "gradients", "updates"  # kinds that may be switched off
+_OTHERS = "parameters without an optimizer"  # another
+_NAMED = 20  # parameters that a note names
 
 # %% ../../nbs/api/probe/12_params.ipynb #fcadb7c2
 def _copies(parameter: nn.Parameter, world: int) -> int:
@@ -82,6 +84,9 @@ class NumberedParams:
         self.n_optimized, ids = len(optimized), set(map(id, optimized))
         # trainable parameters that no optimizer has
         self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in ids]
+        self._others = {name: named[name] for name in self.unknown}
+        self._norms: list[float] = []  # of these, when the recording began
+        self._steps = 0
 
     def _optimized(self) -> list[nn.Parameter]:
         "The parameters in the groups of all optimizers."
@@ -103,6 +108,20 @@ class NumberedParams:
         if n_late:
             text = f"{n_late} of {len(self.params)} parameters came after the Recorder was entered"
             self.guard.note(f"{text}: norms include them, they have no rows of their own")
+
+    def watch_others(self) -> None:
+        "Say once which parameters without an optimizer change all the same, such as a target network's."
+        self._steps += 1
+        if not self._others or self._steps & (self._steps - 1):  # at the steps 1, 2, 4, 8, …
+            return
+        weights = [readable(local(p.detach())) for p in self._others.values()]
+        norms = torch.stack([weight.float().norm() for weight in weights]).tolist()
+        self._norms = self._norms or norms
+        pairs = zip(self._others, self._norms, norms, strict=True)
+        changed = [name for name, first, now in pairs if abs(first - now) > 0]
+        if changed:
+            self.guard.note(f"{CHANGED}{', '.join(changed[:_NAMED])}", aloud=False)
+            self._others = {}
 
 # %% ../../nbs/api/probe/12_params.ipynb #db2728c3
 def _is_left_over(at_close: dict[int, tuple], i: int, gradient: torch.Tensor) -> bool:
@@ -199,6 +218,7 @@ class ParamReader:
     ) -> None:
         "The gradients that the step will use, and copies of weights."
         self.gradients.use(optimizer)
+        self.guard.attempt(_OTHERS, None, self.numbered.watch_others)
         if self.with_updates:
             # a closure (LBFGS) runs the backward pass inside the step: there is no gradient to go by yet
             has_closure = any(map(callable, arguments))

@@ -24,6 +24,7 @@ from .hooks import ModuleRows
 from .optimizers import groups_of
 from .params import NumberedParams
 from .trackers import trackers_of
+from ..run.curves import FORGOTTEN
 from ..run.live import LiveStore
 
 # %% ../../nbs/api/probe/16_settings.ipynb #6f3b5d4e
@@ -381,5 +382,5 @@ def opening_events(
         events.append(("note", step, "no optimizer was given: no update is recorded", now))
     elif params.unknown:
         names = ", ".join(params.unknown[:20])
-        events.append(("note", 0, f"trainable but in no optimizer: {names}", now))
+        events.append(("note", 0, f"{FORGOTTEN}{names}", now))
     return events

@@ -91,8 +91,9 @@ _LOSS_FAULTS = {  # what a first loss tells that is not, or is, the recorded one
 
 # %% ../../nbs/api/replay/13_faults.ipynb #26af325c
 _STEP_FAULTS = {  # what a gradient or an update tells that is another one
-    "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
-    " them: give it all optimizers",
+    "second optimizer": "no optimizer that the Recorder was given holds {names}, so that a replay leaves"
+    " them as they are: where another one trains them, give it all optimizers; where the loop copies"
+    " weights into them, replay a step at which a snapshot was taken",
     "no optimizer": "the Recorder was given no optimizer, so that a replay takes no step; the loop moves"
     " {names} itself: replay a step at which a snapshot was taken, or give the Recorder what moves them",
     "frozen": "the gradient is of other parameters: {names} are frozen in one of the two, not in the other",

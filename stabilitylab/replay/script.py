@@ -131,15 +131,23 @@ def _is_quiet(statement: ast.stmt) -> bool:
     return all(isinstance(part, without_effect) or _is_remark(part) for part in _parts(statement))
 
 # %% ../../nbs/api/replay/09_script.ipynb #8883c771
+def _read_at_once(statement: ast.stmt) -> list[ast.AST]:
+    "What the body of a class reads while the class is made: of a method its head, of other lines everything."
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [*statement.decorator_list, statement.args, *filter(None, [statement.returns])]
+    if isinstance(statement, ast.ClassDef):
+        inner = [node for part in statement.body for node in _read_at_once(part)]
+        return [*statement.decorator_list, *statement.bases, *statement.keywords, *inner]
+    return [statement]
+
+
 def _look_up(names: _Names, statement: ast.stmt) -> None:
     "Compute what the body of a class reads: it would not look for waiting names itself."
     # CPython asks a subclass of dict for the globals of functions, but not for those that a class body reads
     if isinstance(statement, ast.ClassDef):
-        bodies = [part for part in statement.body if not isinstance(part, _DEFINED)]
-        mentioned = [n for part in bodies for n in ast.walk(part) if isinstance(n, ast.Name)]
-        for node in mentioned:
+        for node in [node for part in _read_at_once(statement) for node in ast.walk(part)]:
             # a field's name is written, not read
-            if isinstance(node.ctx, ast.Load) and node.id in names.waiting:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names.waiting:
                 names[node.id]
 
 

@@ -203,6 +203,7 @@ def audit_html(
 _HEAVIEST, _MOST_NAMED = 3, 8  # samples that a line names
 _SAME_LOSS = 0.01  # by which two losses may differ and are called one: our convention
 _SPACING = 2.0**-23  # of float32 beside 1: IEEE 754
+_STANDS_OUT = 1.5  # times the median share, above which a sample may be to blame: our convention
 _EQUAL = 1e-3  # by which part sizes may differ and are called equal: our convention
 
 
@@ -232,8 +233,13 @@ def _are_equal(values: list) -> bool:
 
 def _equal_shares(samples: list[dict]) -> str:
     "That no sample stands out, and why where gradients show it; '' where shares differ or all are named."
-    if len(samples) <= _HEAVIEST or not _are_equal([row["share"] for row in samples]):
+    if len(samples) <= _HEAVIEST:
         return ""
+    if not _are_equal([row["share"] for row in samples]):
+        rows = _finite_shares(samples)
+        usual = median(row["share"] for row in rows) if rows else 0.0
+        is_even = len(rows) == len(samples) and rows[0]["share"] <= _STANDS_OUT * usual
+        return f"; none is above {_STANDS_OUT} times the median, so no sample stands out" if is_even else ""
     cosines = [row.get("cosine", 0.0) for row in samples]
     # unit vectors that are nearer to each other than the sizes may be
     is_along = _are_equal(cosines) and min(map(abs, cosines)) > 1 - _EQUAL**2 / 2

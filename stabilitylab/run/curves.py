@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['NOT_CLEARED', 'CLIPPED_SCALED', 'TRAINED_BESIDE', 'IN_ENVIRONMENT', 'LIKELIHOOD', 'SOFTMAX_TWICE', 'COMPILED',
-           'WARNED', 'LATE_UPDATE', 'SEVERAL_UPDATES', 'Curve', 'group_of', 'scalars_of', 'event_texts', 'noted_at',
-           'curve', 'step_interval', 'loss_name', 'loss_curve', 'Attempt', 'attempts', 'rolled_back_at', 'with_history',
-           'surviving', 'surviving_rows', 'series_between', 'tensor_rows', 'changes_at']
+           'WARNED', 'LATE_UPDATE', 'FORGOTTEN', 'CHANGED', 'SEVERAL_UPDATES', 'Curve', 'group_of', 'scalars_of',
+           'event_texts', 'noted_at', 'curve', 'step_interval', 'loss_name', 'loss_curve', 'Attempt', 'attempts',
+           'rolled_back_at', 'with_history', 'surviving', 'surviving_rows', 'series_between', 'tensor_rows',
+           'changes_at']
 
 # %% ../../nbs/api/run/08_curves.ipynb #6e373a0f
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,8 @@ SOFTMAX_TWICE = "the loss takes probabilities for logits"
 COMPILED = "the program runs the model, or a part of it, through `torch.compile`"
 WARNED = "stopped by a warning"
 LATE_UPDATE = "`recorder.step` came before `optimizer.step`"
+FORGOTTEN = "trainable but in no optimizer: "  # names follow
+CHANGED = "changed without an optimizer: "  # names follow
 SEVERAL_UPDATES = "an optimizer took more than one step in one step of the record"
 
 

@@ -143,6 +143,15 @@ def _swap_test(steps: Steps, step: int) -> RunFacts:
     return {"swap_seconds": (float(_START + reading + (again + _CELLS) * np.nanmedian(seconds)), step)}
 
 
+def _step_of_test(event: int, findings: Sequence[Finding]) -> int:
+    "The step in question: of the jump of the loss, or of the first problem where the jump is in none."
+    problems = [f for f in findings if f.severity != "info" and f.first is not None]
+    spans = [(f.first, f.first if f.end is None else f.end) for f in problems]
+    after = limit("short_records")
+    is_told = any(first - after <= event <= last for first, last in spans)
+    return event if is_told or not spans else min(first for first, _ in spans)
+
+
 def evidence(
     run: xr.DataTree,  # a record
     findings: Sequence[Finding] = (),  # findings detected in the record so far
@@ -157,7 +166,7 @@ def evidence(
         facts = training_facts(steps) | outlier_facts(steps) | of_batches | _of_notes(run)
         at = loss_event(steps.loss)
         if at is not None:
-            facts |= jump_facts(steps, at) | _swap_test(steps, int(steps.step[at]))
+            facts |= jump_facts(steps, at) | _swap_test(steps, _step_of_test(int(steps.step[at]), findings))
         if "reuse" in of_batches:
             facts.pop("same_inputs", None)  # accuses a loader, too
         facts |= _of_findings(steps, findings, facts)

@@ -24,7 +24,7 @@ from stabilitylab.detect.layers.activations import (
 from .growth import growth_evidence
 from ..limits import count_limit, limit
 from ..settings import rate_at
-from ...run.curves import curve, event_texts, group_of, loss_name
+from ...run.curves import CHANGED, FORGOTTEN, curve, event_texts, group_of, loss_name
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(run: xr.DataTree) -> list[Finding]:  # at most one
@@ -62,9 +62,18 @@ def _never_called(run: xr.DataTree) -> set[str]:
     return set(modules.module.values[~is_called].astype(str)) if is_called.any() else set()
 
 
+def _named_after(run: xr.DataTree, beginning: str) -> tuple[str, ...]:
+    "The names that the notes of a record list behind some words."
+    lists = [text.removeprefix(beginning) for _, text in event_texts(run) if text.startswith(beginning)]
+    return tuple(dict.fromkeys(name for names in lists for name in names.split(", ")))
+
+
+_POOLER = "pooler"  # of BERT and its kin: unused where the states of the tokens are read
+
+
 def find_no_gradient(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most three: biases without effect, and modules never called, are notes
+) -> list[Finding]:  # at most four: biases without effect, modules never called and a pooler are notes
     "Trainable parameters that got no gradient in the whole run."
     gradients = group_of(run, "gradients", "grad_norm", "nonfinite_count", min_steps=1)
     notes = (text for _, text in event_texts(run))
@@ -77,15 +86,17 @@ def find_no_gradient(
         gradients.param.values.astype(str), [str(name) for name in run.attrs.get("trainable", ())]
     )
     dead = gradients.param.values[is_trainable & ~has_gradient & ~has_nonfinite].astype(str).tolist()
+    dead = [name for name in dead if name not in _named_after(run, CHANGED)]  # a note of their own
     trains = set(gradients.param.values[has_gradient].astype(str).tolist())
     cancels = [name for name in dead if _weight_beside(name) in trains]
     never_called = _never_called(run)
     uncalled = [name for name in dead if name.rpartition(".")[0] in never_called]
-    lost = [name for name in dead if name not in cancels + uncalled]
+    pooler = [name for name in dead if _POOLER in name.split(".") and name not in uncalled]
+    lost = [name for name in dead if name not in cancels + uncalled + pooler]
     onset, findings = gradients.step.values[0], []
-    kinds = (lost, "warning", "n"), (cancels, "info", "cancels"), (uncalled, "info", "uncalled")
-    for names, severity, count in kinds:
-        evidence = {count: len(names)}
+    rows = (lost, "n"), (cancels, "cancels"), (uncalled, "uncalled"), (pooler, "pooler")
+    for names, count in rows:
+        severity, evidence = "warning" if count == "n" else "info", {count: len(names)}
         findings += [Finding("no_gradient", severity, onset, modules=tuple(names), evidence=evidence)]
     return [finding for finding in findings if finding.modules]
 
@@ -276,18 +287,18 @@ def find_grad_below_epsilon(run: xr.DataTree) -> list[Finding]:  # at most one
     return [Finding("grad_below_epsilon", severity, onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #db35cd3f
-_FORGOTTEN = "trainable but in no optimizer: "
-
-
-def find_without_optimizer(run: xr.DataTree) -> list[Finding]:  # at most one
+def find_without_optimizer(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most two: what changes all the same, as a target network does, is a note
     "Trainable parameters that are in no optimizer."
-    texts = [text for _, text in event_texts(run)]
-    forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
-    names = tuple(dict.fromkeys(name for text in forgotten for name in text.split(", ")))
-    if not names:
-        return []
-    evidence = {"without_optimizer": len(names)}
-    return [Finding("no_gradient", "warning", modules=names, evidence=evidence)]
+    changed = _named_after(run, CHANGED)
+    forgotten = tuple(name for name in _named_after(run, FORGOTTEN) if name not in changed)
+    rows = (forgotten, "warning", "without_optimizer"), (changed, "info", "set_otherwise")
+    return [
+        Finding("no_gradient", severity, modules=names, evidence={count: len(names)})
+        for names, severity, count in rows
+        if names
+    ]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ac2de796
 def _are_matrices(run: xr.DataTree, updates: xr.Dataset) -> list[bool]:

@@ -118,7 +118,10 @@ def _recovery(steps: int | None, left: float | None) -> str:
     return "slow" if steps <= count_limit("slow_steps") else "partial"
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #d64ff052
-_OF_FINDING = ("baseline", "peak", "peak_step", "z", "recovery", "recovery_steps", "offset", "rolled_back_to")
+_OF_FINDING = (
+    *("baseline", "peak", "peak_step", "z", "recovery", "recovery_steps", "offset", "rolled_back_to"),
+    "records_after",
+)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Spike:
     recovery_steps: int | None  # steps until it was back; None: it never was
     offset: float | None  # how far above the baseline the series ends; None where it came back
     rolled_back_to: int | None = None  # step of the restart that abandoned it before it came back
+    records_after: int | None = None  # records behind its first one, where too few for a word on recovery
 
     @property
     def height(self) -> float:
@@ -202,6 +206,7 @@ def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: fl
         recovery_steps=steps,
         offset=offset,
         rolled_back_to=None if restart is None or back is not None else int(series.step[restart]),
+        records_after=n - 1 - first if back is None and n - first <= count_limit("few_records") else None,
     )
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #3c76a24e
@@ -354,7 +359,8 @@ def _stands_for_many(loss: Curve, spike: Spike) -> bool:
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #6a025543
 def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
-    is_lost = spike.recovery == "none" and spike.height > limit("level_share")
+    # of a last record nothing says whether it would have come back
+    is_lost = spike.recovery == "none" and spike.height > limit("level_share") and spike.records_after != 0
     is_low = spike.height < limit("spike_height") / 2 and spike.z < limit("bump_sigma")
     # without records before it nothing says what its range was
     has_level = spike.first >= count_limit("outlier_records") or _stands_for_many(loss, spike)

@@ -218,7 +218,9 @@ def _inside(statement: ast.stmt, scope: dict[str, Any]) -> list[ast.stmt]:
             return inner
         return [ast.With(items=autocasts, body=inner[:-1] or [ast.Pass()]), inner[-1]]
     branches = [getattr(statement, name, []) for name in ("body", "orelse")]
-    is_open = isinstance(statement, (ast.If, ast.Try))
+    # a function without arguments that is defined here is the closure of a step, as L-BFGS calls it
+    is_closure = isinstance(statement, ast.FunctionDef) and not ast.unparse(statement.args)
+    is_open = isinstance(statement, (ast.If, ast.Try)) or is_closure
     holder = next((branch for branch in branches if any(map(backward_call, branch))), [])
     return up_to_backward(holder, scope) if is_open else []
 

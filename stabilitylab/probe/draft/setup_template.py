@@ -221,9 +221,10 @@ def _trainer_code(
 ) -> TrainerCode | StepCode | None:
     "The loss, or the step, that a Trainer computes itself; None without one. Its other models are kept."
     trainer = getattr(recorder, "trainer", None)
-    if trainer is not None and getattr(model, "automatic_optimization", True) is False:  # Lightning
-        draft.imports.add("from stabilitylab.replay.trainer import module_step")
-        return step_code(model, trainer, recorder.autocast)
+    if trainer is not None and hasattr(model, "training_step"):  # Lightning
+        code = step_code(model, trainer, recorder.autocast)
+        draft.imports.add(f"from stabilitylab.replay.trainer import {code.call.partition('(')[0]}")
+        return code
     name = None if trainer is None else draft.name_of(type(trainer))
     if trainer is None or name is None:
         return None
@@ -259,7 +260,11 @@ def _loss_parts(
     call, words = call_source(batch)
     if isinstance(code, StepCode):
         comment = f"{words}, as `training_step` was given it.\n    # {kept_words(code.expressions)}"
-        return _OF_STEP | {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip()}
+        if code.lines:
+            return _OF_STEP | {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip()}
+        lines, reduction = _framework_lines(f"own_loss({code.call})", model, recorder)
+        body = indent("\n".join(lines), "    ").lstrip()
+        return {"batch": comment, "loss": body, "reduction": reduction, "parameters": f"model, batch, {LOOP}"}
     if isinstance(code, TrainerCode):
         comment = f"{words}, as the trainer's own `compute_loss` was given it."
         body = indent("\n".join(code.lines), "    ").lstrip()

@@ -301,16 +301,16 @@ _COUNTERS = ("global_step", "current_epoch")  # which a LightningModule has unde
 
 
 @cache
-def _read_of_trainer(cls: type) -> tuple[str, ...]:
-    "What the step of a module, its hooks and their own methods read of `self.trainer`."
+def _read_of_trainer(cls: type, methods: tuple[str, ...] = _OF_STEP) -> tuple[str, ...]:
+    "What methods of a module, and their own methods, read of `self.trainer`, with its counters."
     own = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in _OF_LIBRARIES]
     members = {name for base in own for name in vars(base)}
-    waiting, done, read = [name for name in _OF_STEP if name in members], set(), set(_COUNTERS)
+    waiting, done, read = [name for name in methods if name in members], set(), set()
     while waiting:
         name = waiting.pop()
         done.add(name)
         for chain in [chain for tree in _definitions(cls, name) for chain in _chains(tree)]:
-            read |= {chain[1]} if chain[0] == "trainer" and len(chain) > 1 else set()
+            read |= {chain[1]} if chain[0] == "trainer" and len(chain) > 1 else {chain[0]} & {*_COUNTERS}
             waiting += [chain[0]] if chain[0] in members - done else []
     return tuple(sorted(read))
 
@@ -322,10 +322,22 @@ def trainer_values(
     "The numbers that a module reads of its trainer, as they are now."
     values = {}
     kind: Any = type(model)
-    for name in _read_of_trainer(kind):
+    for name in {*_COUNTERS, *_read_of_trainer(kind)}:
         with suppress(Exception):  # a property of the Trainer may raise anything
             values[name] = getattr(trainer, name)
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def reads_loop(
+    model: torch.nn.Module,  # a LightningModule
+) -> bool:
+    "Whether the training step of a module reads the trainer, its counters or the number of the batch."
+    step: Any = model.training_step
+    names = list(inspect.signature(step).parameters)[1:2]
+    nodes = [n for tree in _definitions(type(model), "training_step") for n in ast.walk(tree)]
+    read = {n.id for n in nodes if isinstance(n, ast.Name)}
+    kind: Any = type(model)
+    return bool(_read_of_trainer(kind, ("training_step",)) or read.intersection(names))
 
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #c1d0ff07
 def autocast_lines(
@@ -344,24 +356,28 @@ def autocast_lines(
 
 @dataclass(frozen=True)
 class StepCode:
-    "How a draft takes a step with a module that optimizes by itself."
+    "How a draft calls the training step of a module."
 
-    lines: list[str]  # body of the step
+    lines: list[str]  # body of the step of a module that optimizes by itself; [] of one that does not
+    call: str  # of the training step
     expressions: dict[str, str]  # name of a kept value -> expression in the callback
 
 
 def step_code(
-    model: torch.nn.Module,  # a LightningModule with manual optimization
+    model: torch.nn.Module,  # a LightningModule
     trainer: Any,  # of Lightning
     autocast: torch.dtype | None = None,  # format under whose autocast the step runs; None: none
 ) -> StepCode:
-    "The lines that take a step by the `training_step` of a module."
+    "The lines that take a step, or compute a loss, by the `training_step` of a module."
+    is_manual = getattr(model, "automatic_optimization", True) is False
     schedulers = len(getattr(trainer, "lr_scheduler_configs", None) or [])
     words = f", schedulers={schedulers}" if schedulers else ""
     words += ", has_logger=True" if getattr(trainer, "loggers", None) else ""
-    lines = autocast_lines(f"return module_step(model, optimizers, batch, loop{words})", model, autocast)
+    name = "module_step(model, optimizers" if is_manual else "module_loss(model"
+    call = f"{name}, batch, loop{words})"
+    lines = autocast_lines(f"return {call}", model, autocast) if is_manual else []
     attributes = {name: f"trainer.{name}" for name in trainer_values(model, trainer)}
-    return StepCode(lines, {"batch_idx": "batch_idx"} | attributes)
+    return StepCode(lines, call, {"batch_idx": "batch_idx"} | attributes)
 
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #f8de4a9a
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
