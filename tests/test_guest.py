@@ -638,8 +638,8 @@ def test_a_torn_part_is_left_out(tmp_path, damage):
     with recorder:
         for _ in range(3):
             loop(model, optimizer, recorder, steps=2)
-            before = recorder.store.n
-            while recorder.store.n == before and recorder.writer.pending.rows:
+            before = recorder.recording.store.n
+            while recorder.recording.store.n == before and recorder.recording.writer.pending.rows:
                 pass
     parts = sorted((tmp_path / "r" / "live").glob("part-*.npz"))
     whole = parts[0].read_bytes()

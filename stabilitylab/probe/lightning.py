@@ -17,7 +17,8 @@ import torch
 
 from .draft.loop_setup import value_clip_code
 from .draft.trainer_code import trainer_values
-from .recorder import Recorder, look_at_loss
+from .recorder import Recorder
+from .scalars import note_loss_input
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
 def _base() -> Any:
@@ -77,8 +78,10 @@ def _keep_batch(recorder: Recorder, batch: Any, batch_idx: int, trainer: SimpleN
 
 def _has_stepped(recorder: Recorder, trainer: Any, last_step: int) -> bool:
     "Whether an optimizer stepped on the last batch; a manual step may pass Lightning's own count by."
-    is_manual = recorder.trainer is not None and recorder.probes is not None
-    return trainer.global_step > last_step or (is_manual and bool(recorder.probes.params.steps.stepped))
+    recording = recorder.recording
+    stepped = set() if recording is None else recording.probes.params.steps.stepped
+    is_manual = recorder.trainer is not None
+    return trainer.global_step > last_step or (is_manual and bool(stepped))
 
 
 def _clip_of(trainer: Any, default: Any) -> Any:
@@ -142,7 +145,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
     ) -> None:
         "Looks at what the first loss was given."
         if self.recorder is not None:
-            look_at_loss(self.recorder, [loss])
+            note_loss_input(self.recorder.guard, [loss])
 
     def on_train_batch_end(
         self,
