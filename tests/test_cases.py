@@ -21,7 +21,7 @@ from stabilitylab.cases.registry import (
 from stabilitylab.cases.states import scaled_queries
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 from stabilitylab.run.record import validate_run
 
 LOGS = [name for name, one in all_cases().items() if one.source in ("written log", "several logs")]

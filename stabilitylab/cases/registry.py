@@ -21,7 +21,7 @@ from .logs import LOG_CASES, onset_of
 from .states import FORMAT_CASES, STATE_CASES
 from ..detect.cross_run import compare_runs
 from ..names.errors import bad_input
-from ..names.glossary import FINDING_KINDS
+from ..names.words import FINDING_KINDS
 from ..run.scalars import Samples, make_scalars
 
 # %% ../../nbs/api/cases/22_registry.ipynb #91558cb9

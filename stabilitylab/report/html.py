@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from ..detect.findings import Finding, Findings
 from ..knowledge.remedies import REMEDIES_SHOWN
-from ..names.glossary import FINDING_KINDS
+from ..names.words import FINDING_KINDS
 from ..plot.picture import css_colours, findings_svg
 from stabilitylab.report.content import (
     SEVERITY_WORDS,

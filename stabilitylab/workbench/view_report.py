@@ -15,7 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ..names.glossary import SEVERITIES
+from ..names.words import SEVERITIES
 from ..report.render import render
 from stabilitylab.report.screen import (
     Screen,

@@ -19,9 +19,8 @@ from ..detect.cross_run import compare_runs
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError
-from ..names.glossary import SEVERITIES
-from ..names.words import number, spaced
-from ..plot.look import x_axes
+from ..names.words import SEVERITIES, number, spaced
+from ..plot.findings import x_axes
 from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render
 from ..report.screen import opened_setting
