@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from stabilitylab.cases.__main__ import main
 from stabilitylab.cases.case import CaseScore
 from stabilitylab.cases.logs import LOG_CASES, RECORDS, log_case, onset_of, write_log_case
 from stabilitylab.cases.registry import (
@@ -15,6 +14,7 @@ from stabilitylab.cases.registry import (
     case,
     cases,
     ground_truth,
+    main,
     score_case,
     stored_scores,
 )

@@ -13,7 +13,8 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding, evidence_words
-from .layers.activations import first_names, run_format
+from .layers.activations import run_format
+from .layers.growth import first_names
 from .limits import count_limit, limit
 from ..names.words import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS

@@ -23,7 +23,6 @@ from ..names.words import SEVERITIES, number, spaced
 from ..plot.findings import x_axes
 from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render
-from ..report.screen import opened_setting
 from ..run.curves import loss_name
 from ..run.scalars import series
 from .panel import beside
@@ -38,6 +37,7 @@ from stabilitylab.workbench.parts import (
     set_visible,
 )
 from .state import WorkbenchState, steer
+from .view_report import opened_setting
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #20c66740
 @dataclass(frozen=True)
