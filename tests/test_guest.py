@@ -547,7 +547,7 @@ def test_a_forgotten_scaler_is_noticed(tmp_path):
 
 
 def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path, monkeypatch):
-    from stabilitylab.run.live import LiveStore
+    from stabilitylab.run.record import LiveStore
 
     append, is_full, refused = LiveStore.append, [True], threading.Event()
 

@@ -490,7 +490,7 @@ def test_steps_that_are_left_out_while_a_part_is_written_are_told_in_the_next():
 
 @pytest.mark.slow
 def test_a_start_that_is_killed_while_it_moves_the_older_record_loses_nothing(tmp_path, monkeypatch):
-    from stabilitylab.run.live import LiveStore
+    from stabilitylab.run.record import LiveStore
 
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -654,7 +654,7 @@ def test_an_opening_that_fails_half_way_is_undone(tmp_path, monkeypatch, part):
 def test_full_disk_is_said_once(tmp_path, monkeypatch):
     model = LanguageModel(CONFIG)
     opt = torch.optim.AdamW(model.parameters())
-    from stabilitylab.run.live import LiveStore
+    from stabilitylab.run.record import LiveStore
 
     monkeypatch.setattr(
         LiveStore, "append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
