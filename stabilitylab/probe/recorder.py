@@ -48,7 +48,7 @@ from .trackers import Reports
 from .warning_action import LossJumps, WarningAction, bad_value, is_triggered
 from .writer import StepRows, Writer, _Parts
 from ..run.curves import COMPILED, WARNED
-from ..run.live import LiveStore
+from ..run.record import LiveStore
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
