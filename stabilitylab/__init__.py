@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 # module -> its public names; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
 _MODULES = {
-    "names.glossary": ("define", "glossary"),
+    "names.words": ("define", "glossary"),
     "numerics.accumulation.weights": ("TokenMeanAccumulator", "make_window", "token_weights"),
     "numerics.accumulation.audit": ("audit_accumulation", "compare_denominators", "microbatch_window"),
     "cases.registry": ("case",),

@@ -112,7 +112,7 @@ def test_it_grows_can_be_read_meanwhile_and_is_continued(tmp_path):
 
     def look(step, recorder):
         if step == 5:
-            recorder.writer.close()
+            recorder.recording.writer.close()
             seen.append(open_run(tmp_path / "r")["attention"].step.values.tolist())
 
     trained(tmp_path / "r", 2, look=look, merge=True)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from stabilitylab.cases.__main__ import main
 from stabilitylab.cases.case import CaseScore
 from stabilitylab.cases.logs import LOG_CASES, RECORDS, log_case, onset_of, write_log_case
 from stabilitylab.cases.registry import (
@@ -15,13 +14,14 @@ from stabilitylab.cases.registry import (
     case,
     cases,
     ground_truth,
+    main,
     score_case,
     stored_scores,
 )
 from stabilitylab.cases.states import scaled_queries
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 from stabilitylab.run.record import validate_run
 
 LOGS = [name for name, one in all_cases().items() if one.source in ("written log", "several logs")]

@@ -335,7 +335,7 @@ def test_every_threshold_is_read_and_every_phrase_has_its_kind():
     import stabilitylab.probe
     from stabilitylab.detect.findings import MODULE_PHRASES, PHRASES
     from stabilitylab.detect.limits import LIMITS
-    from stabilitylab.names.glossary import FINDING_KINDS
+    from stabilitylab.names.words import FINDING_KINDS
 
     rooms = Path(stabilitylab.detect.__path__[0]), Path(stabilitylab.probe.__path__[0])
     code = "".join(p.read_text(encoding="utf-8") for room in rooms for p in room.rglob("*.py"))

@@ -9,8 +9,8 @@ import xarray as xr
 
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.layers.activations import typical_magnitude
 from stabilitylab.detect.layers.growth import sustained_growth
-from stabilitylab.detect.layers.massive_activations import typical_magnitude
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_lost_updates
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.components import component_losses

@@ -9,7 +9,8 @@ import xarray as xr
 
 from stabilitylab import compare_runs, diagnose
 from stabilitylab.detect.context import loss_span, run_context
-from stabilitylab.detect.layers.activations import find_activation_explosion, first_crossings
+from stabilitylab.detect.layers.activations import find_activation_explosion
+from stabilitylab.detect.layers.growth import first_crossings
 from stabilitylab.detect.layers.parameters import (
     find_misaligned_shape,
     find_update_rms_excess,

@@ -12,13 +12,18 @@ from stabilitylab.detect.context import at_step, loss_span, run_context
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import DETECTORS, _load
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.detect.layers.activations import find_dead_units, find_overflow, find_underflow
+from stabilitylab.detect.layers.activations import (
+    find_dead_units,
+    find_massive_activation,
+    find_overflow,
+    find_underflow,
+    typical_magnitude,
+)
 from stabilitylab.detect.layers.attention import (
     attention_leads,
     find_logged_attention_logits,
     find_logged_entropy_collapse,
 )
-from stabilitylab.detect.layers.massive_activations import find_massive_activation, typical_magnitude
 from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
     find_large_steps,

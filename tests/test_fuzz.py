@@ -18,8 +18,7 @@ from stabilitylab.checkpoint.scan import scan_checkpoint
 from stabilitylab.cli.main import main
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.recognise import recognise
-from stabilitylab.run.live import LiveStore
-from stabilitylab.run.record import new_run, open_run, pack_run, save_run
+from stabilitylab.run.record import LiveStore, new_run, open_run, pack_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from tests.fuzz import damage, seeds
 from tests.fuzz.run import fuzz, open_one, read_one, tell_one

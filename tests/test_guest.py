@@ -547,7 +547,7 @@ def test_a_forgotten_scaler_is_noticed(tmp_path):
 
 
 def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path, monkeypatch):
-    from stabilitylab.run.live import LiveStore
+    from stabilitylab.run.record import LiveStore
 
     append, is_full, refused = LiveStore.append, [True], threading.Event()
 
@@ -638,8 +638,8 @@ def test_a_torn_part_is_left_out(tmp_path, damage):
     with recorder:
         for _ in range(3):
             loop(model, optimizer, recorder, steps=2)
-            before = recorder.store.n
-            while recorder.store.n == before and recorder.writer.pending.rows:
+            before = recorder.recording.store.n
+            while recorder.recording.store.n == before and recorder.recording.writer.pending.rows:
                 pass
     parts = sorted((tmp_path / "r" / "live").glob("part-*.npz"))
     whole = parts[0].read_bytes()

@@ -26,7 +26,7 @@ from stabilitylab.knowledge.remedies import (
 )
 from stabilitylab.knowledge.symptoms import explain_crash
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.glossary import FINDING_KINDS, REPORTED
+from stabilitylab.names.words import FINDING_KINDS, REPORTED
 
 ROWS = {t: load_rows(t) for t in ("phenomena", "remedies")}
 ALL = [r for rows in ROWS.values() for r in rows]

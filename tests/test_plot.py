@@ -17,9 +17,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.plot.findings import panels_of, plot_findings
+from stabilitylab.plot.findings import moving_mean, panels_of, plot_findings, x_values
 from stabilitylab.plot.heads import extra_view_picture, extra_views
-from stabilitylab.plot.look import moving_mean, x_values
 from stabilitylab.plot.loss import (
     _restart_steps,
     broken_points,

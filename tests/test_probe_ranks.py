@@ -35,11 +35,11 @@ opt = torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=.1)
 x = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(7)).chunk(2)[rank]
 options = dict(every_n=2, attention_every=2, snapshot_every=2, flush_seconds=.05 if die else 5)
 with Recorder(m, opt, path, **options) as rec:
-    append, written = rec.store.append, []
+    append, written = rec.recording.store.append, []
     def counted(arrays, events):
         append(arrays, events)
         written.extend(arrays.get('scalars/step', ()))
-    rec.store.append = counted
+    rec.recording.store.append = counted
     for i in range(steps):
         rec.batch(x); l = m(x, x); l.backward(); opt.step(); opt.zero_grad(); rec.step(l)
         if die and i == steps - 1:

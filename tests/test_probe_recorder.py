@@ -1,5 +1,6 @@
 "The recorder against slow twins, other people's models, kills and bad disks."
 
+import atexit
 import itertools
 import os
 import shutil
@@ -489,7 +490,7 @@ def test_steps_that_are_left_out_while_a_part_is_written_are_told_in_the_next():
 
 @pytest.mark.slow
 def test_a_start_that_is_killed_while_it_moves_the_older_record_loses_nothing(tmp_path, monkeypatch):
-    from stabilitylab.run.live import LiveStore
+    from stabilitylab.run.record import LiveStore
 
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -623,10 +624,37 @@ def test_bad_paths_hurt_nobody(tmp_path):
     )
 
 
+@pytest.mark.parametrize("part", ["open_store", "opening_events", "Writer"])
+def test_an_opening_that_fails_half_way_is_undone(tmp_path, monkeypatch, part):
+    from stabilitylab.probe import recorder
+
+    def broken(*_):
+        raise RuntimeError("out of threads")
+
+    model = LanguageModel(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder, part, broken)
+        with pytest.warns(UserWarning, match="nothing is recorded, training goes on: RuntimeError: out of"):
+            failed = Recorder(model, optimizer, tmp_path / "r", snapshot_every=1, on_warning="skip")
+            failed.__enter__()
+    hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    assert not any(hooks)
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert failed.recording is None and not failed.skip_step
+    failed.step(failed.batch(1.0))
+    failed.close()
+    with Recorder(model, optimizer, tmp_path / "r") as again:
+        model(TOKENS, TOKENS).backward()
+        optimizer.step()
+        again.step(1.0)
+    assert again.off is None and open_run(tmp_path / "r")["scalars"].sizes["step"] == 1
+
+
 def test_full_disk_is_said_once(tmp_path, monkeypatch):
     model = LanguageModel(CONFIG)
     opt = torch.optim.AdamW(model.parameters())
-    from stabilitylab.run.live import LiveStore
+    from stabilitylab.run.record import LiveStore
 
     monkeypatch.setattr(
         LiveStore, "append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -639,7 +667,7 @@ def test_full_disk_is_said_once(tmp_path, monkeypatch):
                 opt.step()
                 rec.step(1.0)
                 time.sleep(0.03)
-    assert len([w for w in said if "No space left" in str(w.message)]) == 1 and rec.n == 5
+    assert len([w for w in said if "No space left" in str(w.message)]) == 1 and rec.guard.step == 5
 
 
 KILLS = """
@@ -822,9 +850,10 @@ def test_a_new_environment_is_told(tmp_path, monkeypatch):
         if k != 2:
             rec.__exit__(None, None, None)
         else:
-            rec.probes.remove()
-            rec.writer.close()
-            rec.store.lock.close()
+            rec.recording.remove()
+            rec.recording.writer.close()
+            rec.recording.store.lock.close()
+            atexit.unregister(rec._finish_at_exit)
     found = diagnose(open_run(tmp_path / "r")).of("environment_change")
     assert [(f.onset, f.evidence["changed"]) for f in found if "changed" in f.evidence] == [
         (2, "version_x 1 to 2"),

@@ -137,4 +137,4 @@ def test_off_by_default(tmp_path):
     before = set(threading.enumerate())
     with Recorder(torch.nn.Linear(1, 1), None, tmp_path / "run") as recorder:
         new = {thread.name for thread in set(threading.enumerate()) - before}
-        assert recorder.reports is None and new == {"stabilitylab-writer"}
+        assert recorder.recording.reports is None and new == {"stabilitylab-writer"}

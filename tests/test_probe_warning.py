@@ -8,8 +8,9 @@ import torch
 
 from stabilitylab import Recorder
 from stabilitylab.names.errors import InputError
+from stabilitylab.probe.guard import RECORDING
 from stabilitylab.probe.rows import StepRow
-from stabilitylab.probe.warning import PageTest, WarningDetector
+from stabilitylab.probe.warning import EarlyWarning, PageTest, WarningDetector
 from stabilitylab.run.record import open_run
 
 RATE = 1e-3
@@ -69,7 +70,7 @@ def _wait(rec):
     import time
 
     deadline = time.monotonic() + 30
-    while not rec.writer.work.empty() and time.monotonic() < deadline:
+    while not rec.recording.writer.work.empty() and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.01)
 
@@ -134,6 +135,23 @@ def test_skip_leaves_one_step_out_for_each_warning(tmp_path):
     assert len(skipped) == len(_told(run)) and 51 <= skipped[0] <= 53
 
 
+def test_a_recording_that_stops_after_a_warning_asks_for_no_more_skipped_steps(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r", on_warning="skip") as rec:
+        asked = []
+        for step in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            if step == 1:
+                warning = EarlyWarning(1, 1, "loss", "", 2.0, 1.0, 1.5)
+                rec.recording.watch.waiting.append(warning)
+            if step == 2:
+                rec.guard.failed(RECORDING, None, "the disk is gone")
+            rec.step(0.5)
+            asked.append(rec.skip_step)
+    assert asked == [False, True, False, False]
+
+
 @pytest.mark.slow
 def test_a_function_may_choose_and_one_that_fails_does_not_reach_the_loop(tmp_path):
     told = []
@@ -185,7 +203,7 @@ def test_attention_logits_of_each_head_are_watched(tmp_path):
             optimizer.zero_grad()
             rec.step(loss)
             _wait(rec)
-        watched = rec.watch.detector.tests["attention/attn_logit_max"]
+        watched = rec.recording.watch.detector.tests["attention/attn_logit_max"]
     assert watched.sum.size == 4 and watched.count.min() >= 10 and told[0].step == 10
 
 

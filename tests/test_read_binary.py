@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stabilitylab.read.logs.tensorboard import read_events
-from stabilitylab.read.logs.wandb_offline import read_wandb
+from stabilitylab.read.logs.tracker_folders import read_wandb
 from stabilitylab.read.runs import read_log, read_runs
 from stabilitylab.run.scalars import series
 

@@ -10,8 +10,7 @@ import pytest
 from stabilitylab.detect.diagnose import finish
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import most_likely
-from stabilitylab.names.glossary import FINDING_KINDS
-from stabilitylab.names.words import clean, number
+from stabilitylab.names.words import FINDING_KINDS, clean, number
 from stabilitylab.report.brief import brief
 from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html

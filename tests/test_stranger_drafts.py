@@ -86,9 +86,9 @@ def test_a_tensor_that_the_script_computed_is_kept_and_not_computed_again(tmp_pa
     assert source == "kept_values(__file__)['labels']" and not draft.uses_script
     assert loop_code.ValueSources(draft, nn.Linear(2, 1))("table", main.table) is None
     box = SimpleNamespace(folder=tmp_path / "blackbox", model=None, optimizers=[])
-    recorder = SimpleNamespace(path=tmp_path, box=box, loop_values=SimpleNamespace())
+    recorder = SimpleNamespace(path=tmp_path)
     monkeypatch.setattr(setup_template, "_draft_or_note", lambda *_: f"labels = {source}\n")
-    setup_template.write_setup(recorder, None)
+    setup_template.write_setup(recorder, box, None)
     assert torch.equal(kept_values(str(tmp_path / "replay_setup.py"))["labels"], labels)
 
 

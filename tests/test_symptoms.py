@@ -10,7 +10,7 @@ from stabilitylab.fixes.registry import fixes
 from stabilitylab.knowledge.remedies import remedies_for
 from stabilitylab.knowledge.symptoms import symptom, symptoms
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 from tests.command import command
 from tests.notebooks import ROOT
 

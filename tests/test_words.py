@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from stabilitylab.names.glossary import BANNED_IDENTIFIERS, BANNED_PHRASES, glossary
+from stabilitylab.names.words import BANNED_IDENTIFIERS, BANNED_PHRASES, glossary
 
 PACKAGE = Path(__file__).resolve().parent.parent / "stabilitylab"
 SOURCES = {

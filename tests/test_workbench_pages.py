@@ -16,7 +16,7 @@ from stabilitylab.cases.registry import sample
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.names.errors import InputError
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
 from stabilitylab.plot.heads import head_map, head_picture
 from stabilitylab.probe.environment import environment

@@ -14,7 +14,7 @@ from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import _CAUSES as TABLE
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.fixes.registry import fixes
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.arm import arm_of

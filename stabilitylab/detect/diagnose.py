@@ -84,7 +84,7 @@ _OF_MODULES = [  # likewise
     "layers.parameters:find_large_steps",
     "layers.activations:find_overflow",
     "layers.activations:find_underflow",
-    "layers.massive_activations:find_massive_activation",
+    "layers.activations:find_massive_activation",
     "layers.activations:find_dead_units",
     "likely_cause:find_recorded_faults",
     "layers.parameters:find_lost_updates",
@@ -105,7 +105,7 @@ DETECTORS = _OF_SERIES + _OF_MODULES
 # before those that are left are joined to a divergence
 _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
     "severity:lower_severity",
-    "layers.massive_activations:massive_at_sinks",
+    "layers.activations:massive_at_sinks",
     "relations:resume_spikes",
     "rollbacks:mixture_at_resumes",
     "relations:join_spikes_to_divergence",

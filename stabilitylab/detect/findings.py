@@ -20,8 +20,7 @@ import pandas as pd
 from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.encode import plain, rendered_html, to_json
 from ..names.errors import bad_input
-from ..names.glossary import FINDING_KINDS, SEVERITIES
-from ..names.words import NOT_FINITE, fill, format_count
+from ..names.words import FINDING_KINDS, NOT_FINITE, SEVERITIES, fill, format_count
 
 # %% ../../nbs/api/detect/00_findings.ipynb #4fbed049
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.kind not in FINDING_KINDS:
-            raise bad_input("kind", self.kind, "a kind of names.glossary.FINDING_KINDS")
+            raise bad_input("kind", self.kind, "a kind of names.words.FINDING_KINDS")
         if self.severity not in SEVERITIES:
             raise bad_input("severity", self.severity, ", ".join(SEVERITIES))
         for name in ("onset", "end"):

@@ -13,9 +13,10 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding, evidence_words
-from .layers.activations import first_names, run_format
+from .layers.activations import run_format
+from .layers.growth import first_names
 from .limits import count_limit, limit
-from ..names.glossary import SEVERITIES
+from ..names.words import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, event_texts, group_of, loss_name, scalars_of
 from ..run.scalars import series, series_names

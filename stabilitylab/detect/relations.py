@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding, evidence_words
-from .layers.activations import median_of_finite
+from .layers.growth import median_of_finite
 from .limits import count_limit, limit
 from .loss.evaluations import objective_type
 from .settings import rate_at

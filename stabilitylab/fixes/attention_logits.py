@@ -6,12 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/api/fixes/05_attention_logits.ipynb #be59fbd9
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
 
-from .attention_override import AttentionOverride, override_attention
+from .attention_override import AttentionOverride, override_attention, set_overrides
 from .registry import Range, define_fix
 from .submodules import AttentionLayer, require_attention_layers
 from .training import Hook, Training
@@ -130,16 +130,6 @@ def _qkv_norm(
     _insert_norms(log, "qkv", kind, ramp)
 
 # %% ../../nbs/api/fixes/05_attention_logits.ipynb #8d46dcec
-def set_overrides(
-    log: UndoLog,  # of the fix
-    name: str,  # an attribute of `AttentionOverride`
-    value: Any,  # its value
-) -> None:
-    "Sets one switch of the override of every attention."
-    for layer, override in override_attention(log):
-        log.set(override, name, value, layer.name)
-
-
 @define_fix(
     "soft_cap_attention",
     "model",

@@ -191,7 +191,7 @@ class Fix:
 # %% ../../nbs/api/fixes/02_registry.ipynb #e7869d3e
 _MODULES = (
     "attention_logits",
-    "attention_sinks",
+    "attention_override",
     "architecture",
     "embedding",
     "init",

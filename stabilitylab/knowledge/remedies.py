@@ -16,7 +16,7 @@ from importlib.resources import files
 import pandas as pd
 
 from ..names.errors import bad_input
-from ..names.glossary import FINDING_KINDS, REPORTED
+from ..names.words import FINDING_KINDS, REPORTED
 
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #bdca1441
 @cache

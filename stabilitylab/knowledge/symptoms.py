@@ -19,8 +19,7 @@ import pandas as pd
 
 from .remedies import phenomena, remedies_for, source_url
 from ..names.errors import bad_input
-from ..names.glossary import FINDING_KINDS
-from ..names.words import fill
+from ..names.words import FINDING_KINDS, fill
 
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #ecafabda
 _MOST_REMEDIES = 10  # remedies that a page names; the table of remedies has all

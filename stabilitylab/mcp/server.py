@@ -27,7 +27,7 @@ _OF_SYMPTOM = ("kind", "title", "meaning", "looks", "causes", "do", "cannot")
 def _meaning(words: str) -> dict:
     "The page of a finding kind or a symptom, with its `kind`; else what the glossary says of a word."
     from stabilitylab.knowledge.symptoms import symptom
-    from stabilitylab.names.glossary import define
+    from stabilitylab.names.words import define
 
     try:
         return only(symptom(words).to_dict(), _OF_SYMPTOM)

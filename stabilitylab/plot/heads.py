@@ -11,8 +11,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..detect.layers.activations import stream_profile, typical_magnitude
 from ..detect.layers.attention import attention_of
-from ..detect.layers.massive_activations import stream_profile, typical_magnitude
 from ..names.errors import bad_input
 from stabilitylab.plot.attention import (
     linear_below,

@@ -22,8 +22,7 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from ..detect.findings import Findings
-from .findings import panels_of, plot_findings
-from .look import Look
+from .findings import Look, panels_of, plot_findings
 from .loss import BROKEN, DRAWN, wants_log
 from .scene import COLOURS, drawn_marks, sheet_of, theme
 

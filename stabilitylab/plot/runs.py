@@ -17,7 +17,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from .look import moving_mean, x_axes, x_values
+from .findings import moving_mean, x_axes, x_values
 from stabilitylab.plot.loss import (
     DRAWN,
     OVERLAID_BINS,

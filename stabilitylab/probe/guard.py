@@ -38,11 +38,19 @@ class _Faults:
     "What has failed in one recording, and what the record should say of it."
 
     where: str  # path of the record, for the warning
-    step: int = 0  # the step that is being recorded
+    first_step: int = 0  # of the recording
     off: set = field(default_factory=set)  # kinds, and (kind, name) of single modules and parameters
     news: list = field(default_factory=list)  # (step, text) that the record does not hold yet
     faults: Counter = field(default_factory=Counter)  # kind -> parts of it that failed
     end: str | None = None  # why nothing is recorded any more
+
+    def __post_init__(self):
+        self.step = self.first_step  # the step that is being recorded
+
+    @property
+    def is_first_step(self) -> bool:
+        "Whether the step that is being recorded is the first one."
+        return self.step == self.first_step
 
     def stop(self, text: str) -> None:  # text: one line
         "Record nothing from here on, and say so once."

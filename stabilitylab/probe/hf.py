@@ -19,7 +19,8 @@ from ..names.errors import require
 from .draft.trainer_code import is_own_loss
 from .guard import Watch
 from .hooks import graph_task
-from .recorder import Recorder, look_at_loss
+from .recorder import Recorder
+from .scalars import note_loss_input
 
 # %% ../../nbs/api/probe/08_hf.ipynb #12b2af00
 try:
@@ -103,7 +104,7 @@ class _TrainingWatch:
         "Keeps the loss of a micro-batch."
         self.losses.append(loss.detach() / count)  # accelerate divides so inside its own `backward`
         if self.recorder is not None:
-            look_at_loss(self.recorder, [loss])
+            note_loss_input(self.recorder.guard, [loss])
 
     def step_loss(self) -> torch.Tensor | None:  # scalar; None where the model returns the loss
         "The loss of the step that ends."

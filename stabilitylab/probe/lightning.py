@@ -17,7 +17,8 @@ import torch
 
 from .draft.loop_setup import value_clip_code
 from .draft.trainer_code import reads_loop, trainer_values
-from .recorder import Recorder, look_at_loss
+from .recorder import Recorder
+from .scalars import note_loss_input
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
 def _base() -> Any:
@@ -77,7 +78,7 @@ def _keep_batch(recorder: Recorder, batch: Any, batch_idx: int, trainer: SimpleN
 
 def _steps_by_itself(recorder: Recorder) -> bool:
     "Whether a module with manual optimization stepped since the last step of its record."
-    return recorder.probes is not None and bool(recorder.probes.params.steps.stepped)
+    return recorder.recording is not None and bool(recorder.recording.probes.params.steps.stepped)
 
 
 def _clip_of(trainer: Any, default: Any) -> Any:
@@ -142,7 +143,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
     ) -> None:
         "Looks at what the first loss was given."
         if self.recorder is not None:
-            look_at_loss(self.recorder, [loss])
+            note_loss_input(self.recorder.guard, [loss])
 
     def on_train_batch_end(
         self,

@@ -10,7 +10,8 @@ import atexit
 import os
 import sys
 import time
-import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -24,7 +25,7 @@ from ..names.errors import InputError
 from .blackbox import BlackBox, BoxLimits
 from .checks.vocabulary import fault_words, weight_faults
 from .draft.loop_values import KeptValues
-from .draft.setup_template import write_setup
+from .draft.setup_template import FILE, write_setup
 from .guard import RECORDING, REPLAYED, Guard, warn_safely
 from .probes import Probes, step_scalars, take_step
 from .rows import step_row
@@ -44,15 +45,10 @@ from stabilitylab.probe.settings import (
     writes_parameters,
 )
 from .trackers import Reports
-from stabilitylab.probe.warning_action import (
-    LossJumps,
-    WarningAction,
-    bad_value,
-    is_triggered,
-    warning_action,
-)
+from .warning_action import LossJumps, WarningAction, bad_value, is_triggered
 from .writer import StepRows, Writer, _Parts
 from ..run.curves import COMPILED, WARNED
+from ..run.record import LiveStore
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
@@ -67,26 +63,14 @@ class Recorder:
     ):
         self.options = recorder_options(options)
         self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
-        self.guard, self.pid = Guard(str(path), self.options.first_step), os.getpid()
-        self.n, self.micro = self.options.first_step, 0  # step that comes next; its micro-batches so far
-        self.is_open: bool | None = None  # None: it was never entered
-        self.is_drafted = False  # whether a setup for replays was drafted, or tried to be
-        self.sample_next = False  # whether the next step takes the costly statistics whatever its number
+        self.guard = Guard(str(path), self.options.first_step)
+        self.is_entered = False
+        self.recording: _Recording | None = None  # while a record is open
         # of a framework: largest gradient norm, or "None"; format of autocast; trainer; share of a loss
         self.clip: float | str | None = None
         self.autocast: torch.dtype | None = None
         self.trainer: Any = None
         self.share = 1
-        self.loop_values = KeptValues()  # values of the loop that its loss needs
-        # the parts of a recording; None until it is entered
-        self.clock: Any = None
-        self.probes: Any = None
-        self.store: Any = None
-        self.writer: Any = None
-        self.at_exit: Any = None
-        self.box: BlackBox | None = None  # also without snapshots
-        self.watch: WarningAction | None = None  # also where no warning is asked for
-        self.reports: Reports | None = None  # also where nothing is reported
 
     @property
     def off(self) -> str | None:
@@ -96,7 +80,8 @@ class Recorder:
     @property
     def skip_step(self) -> bool:
         "Whether a warning asks the loop to skip this optimizer step (`on_warning='skip'`)."
-        return self.watch is not None and self.watch.skips_next
+        watch = None if self.recording is None else self.recording.watch
+        return watch is not None and watch.skips_next and self.off is None
 
     def __enter__(self):
         "Put the hooks in place and open the record; where that fails, warn once and record nothing."
@@ -105,17 +90,22 @@ class Recorder:
                 f"`{self.path}` is being replayed, and importing the script began its training; put the loop"
                 ' under `if __name__ == "__main__":`'
             )
-        self.is_open = True
+        self.is_entered = True
         try:
-            _open(self, model_itself(self.model))
+            self.recording = _Recording(self)
+            atexit.register(self._finish_at_exit, os.getpid())
         except Exception as error:
-            _give_up(self, f"nothing is recorded{_why_not(error)}")
+            self.guard.stop(f"nothing is recorded{_why_not(error)}")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         "Take the hooks off and make the record an ordinary one."
+        recording, self.recording = self.recording, None
+        if recording is None:  # it was closed before, or could not be opened
+            return
+        atexit.unregister(self._finish_at_exit)
         try:
-            _close(self, kind, error)
+            _close(recording, kind, error)
         except Exception as fault:
             text = f"the record stays in parts, open_run reads them: {fault}"
             warn_safely(f"Recorder({str(self.path)!r}): {text}")
@@ -124,16 +114,24 @@ class Recorder:
         "End the record where no `with` does, as in a loop that is spread over methods of a class."
         self.__exit__(None, None, None)
 
+    def _finish_at_exit(self, process: int) -> None:
+        "Write what is still held when the program ends without closing it."
+        # a forked child inherits the handler, but the record is its parent's
+        if self.recording is not None and process == os.getpid():
+            error = getattr(sys, "last_value", None)
+            # a merge needs threads, and none can be started any more: the parts are read as they are
+            self.recording.options = replace(self.options, merge=False)
+            self.__exit__(None if error is None else type(error), error, None)
+
     def batch(
         self,
         batch: Any,  # input of the next forward pass; nested tensors
     ) -> Any:
         "Saves a batch and the random state for replay, and returns it; call it before each forward pass."
-        if self.is_open is None:  # the first batch of a loop without `with`
+        if not self.is_entered:  # the first batch of a loop without `with`
             self.__enter__()
-        if self.is_open:
-            self.guard.attempt(RECORDING, None, _take_batch, self, batch, sys._getframe(1))
-            self.micro += 1
+        if self.recording is not None:
+            self.guard.attempt(RECORDING, None, _take_batch, self.recording, batch, sys._getframe(1))
         return batch
 
     def step(
@@ -143,48 +141,161 @@ class Recorder:
         **scalars: Any,  # more scalars of this step, such as `tokens`; `loss` may stand here, too
     ) -> None:
         "Ends one optimizer step in the record; call it after `optimizer.step()`."
-        if self.is_open is None:
+        if not self.is_entered:
             self.guard.note(_NOT_ENTERED)
             self.__enter__()
-        if not self.is_open:
-            self.guard.note(_CLOSED)
+        recording, attempt = self.recording, partial(self.guard.attempt, RECORDING, None)
+        if recording is None:
+            if self.off is None:
+                self.guard.note(_CLOSED)
             return
-        frame = sys._getframe(1)
-        values = self.guard.attempt(RECORDING, None, _step_values, self, loss, scalars, frame)
-        is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, values)
-        self.n, self.micro = self.n + 1, 0
-        self.guard.step = self.n
-        self.guard.attempt(RECORDING, None, _begin_step, self)
+        values = attempt(_step_values, recording, loss, scalars, sys._getframe(1))
+        is_bad = attempt(_hand_over, recording, values)
+        self.guard.step += 1
+        attempt(recording.begin_step)
         if self.off is not None:
-            _give_up(self, self.off)
+            recording.leave()
         if is_bad:
-            raise FloatingPointError(f"step {self.n - 1}: {bad_value(self.writer)}")
-        warning = None if self.watch is None else self.guard.attempt(RECORDING, None, self.watch.act)
+            raise FloatingPointError(f"step {self.guard.step - 1}: {bad_value(recording.writer)}")
+        warning = None if recording.watch is None else attempt(recording.watch.act)
         if warning is not None:
             raise RuntimeError(f"{WARNED} of step {warning.step}: {warning.words()}")
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
+class _Recording:
+    "What exists only while a run is recorded: probes in the program, an open record, and what fills it."
+
+    micro = 0  # micro-batches of the step so far
+    sample_next = False  # whether the next step takes the costly statistics whatever its number
+    box: BlackBox | None = None  # None: without snapshots
+    draft: Callable | None = None  # writes the setup of a replay; None: without snapshots, or it was called
+    watch: WarningAction | None = None  # None: no warning is asked for
+    reports: Reports | None = None  # None: nothing is reported
+
+    def __init__(self, recorder: Recorder):
+        options, guard, path, rank = recorder.options, recorder.guard, recorder.path, this_rank()
+        self.options, self.guard, self.model = options, guard, recorder.model
+        self.clock = StepClock()
+        self.loop_values = KeptValues()  # values of the loop that its loss needs
+        with ExitStack() as undo:  # what is open is closed again where a later part fails
+            self.probes = _probes(recorder)
+            undo.callback(self.leave)
+            self.probes.params.before_step = self.before_optimizer
+            self.probes.after_backward = self.after_backward
+            params = self.probes.params.numbered
+            attrs = attrs_of(params, rank.world)
+            self.store, make_row = _open_store(path, self.probes, attrs)
+            undo.callback(self.store.close, options.merge)
+            events = [] if rank.number else opening_events(self.store, attrs, params, guard.step)
+            if options.snapshot_every:
+                self.box = guard.attempt(_BOX, None, _black_box, path, self.model, self.probes)
+            if self.box is not None:
+                self.draft = partial(write_setup, recorder, self.box)
+            if options.on_warning is not None and not rank.number:
+                self.watch = guard.attempt("early warning", None, WarningAction, self.probes, self.pin)
+            if options.report_to is not None and not rank.number:
+                self.reports = guard.attempt("reporting", None, Reports, path, self.probes)
+            if not rank.number:
+                guard.attempt("the weights at the start", None, _note_weights, guard, self.model)
+            self.begin_step()
+            self.writer = _writer(self, make_row)
+            undo.pop_all()  # all parts are open: `_close` ends them
+        for event in events:
+            self.writer.put(event)
+        self.put_notes(guard.take_news())
+
+    def begin_step(self) -> None:
+        "The step that begins takes the costly statistics if it is its turn, or something asks for it."
+        self.probes.begin_step(self.guard.step, self.sample_next)
+        self.micro, self.sample_next = 0, False
+
+    def before_optimizer(self) -> None:
+        "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
+        if self.watch is not None:
+            self.watch.cut.take()
+        if self.box is not None:
+            self.guard.attempt(_BOX, None, self.box.settings, self.guard.step)
+        if self.probes.scale.find() and self.box is not None:
+            self.box.scaler = self.probes.scale.scaler
+
+    def after_backward(self) -> None:
+        "Keep the other networks as the loss saw them: a loop may have trained them since."
+        if self.box is None:
+            return
+        changed = self.guard.attempt(_BOX, None, self.loop_values.take_changed)
+        if changed:
+            self.guard.attempt(_BOX, None, self.box.renew, changed)
+
+    def pin(self, step: int) -> None:  # step: that has ended
+        "Look closer at the next step, and keep what a replay of this one needs."
+        self.sample_next = True
+        if self.box is not None:
+            self.guard.attempt(_BOX, None, self.box.trigger, step)
+
+    def put_notes(self, notes: list[tuple[int, str]]) -> None:  # notes: (step, one line)
+        "Into the record."
+        for step, text in notes:
+            self.writer.put(("note", step, text, time.time()))
+
+    def remove(self) -> None:
+        "Take every hook off."
+        self.probes.remove()
+        if self.watch is not None:
+            self.watch.remove()
+
+    def leave(self) -> None:
+        "Take every hook off where nothing is recorded any more."
+        try:
+            self.remove()
+        except Exception as error:
+            self.guard.note(f"hooks that do nothing may be left: {error}")
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #3bd38fb0
 _BOX = "the black box"  # the kind of statistics that it stands for
 
 
-def _open(recorder: Recorder, model: torch.nn.Module) -> None:
-    "Hooks, store, writer and black box, made one after the other."
-    guard, options = recorder.guard, recorder.options
-    recorder.clock = StepClock()
+def _probes(recorder: Recorder) -> Probes:
+    "The hooks in the model and its optimizers."
+    model = model_itself(recorder.model)
     # hooks would break the graph of a model that is compiled already, and its digits would be others
     called = recorder.model if is_compiled(recorder.model) else compiled_from(model)
-    probes = recorder.probes = Probes(model, called, recorder.optimizers, options, guard)
-    probes.params.before_step = partial(_before_optimizer, recorder)
-    probes.after_backward = partial(_after_backward, recorder)
-    _open_record(recorder, model)
-    if options.snapshot_every:
-        recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model)
-    if recorder.box is not None:
-        recorder.writer.rows.on_row.append(LossJumps(recorder.box.keep).see)
-    _begin_step(recorder)
-    # weak: `atexit` would else keep model and optimizer alive to the end of the program
-    recorder.at_exit = partial(_finish_at_exit, weakref.ref(recorder))
-    atexit.register(recorder.at_exit)
+    return Probes(model, called, recorder.optimizers, recorder.options, recorder.guard)
+
+
+def _open_store(path: Path, probes: Probes, attrs: dict[str, Any]) -> tuple[LiveStore, Callable]:
+    "Where this rank writes, and what makes a row of it from the sums of a step."
+    rank, modules, params = this_rank(), probes.modules.rows, probes.params.numbered
+    only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
+    store = open_store(path, record_tables(modules, params, only_modules), attrs, rank)
+    make = partial(step_row, modules=modules, params=params, counts=is_spread, only_modules=only_modules)
+    return store, make
+
+
+def _black_box(path: Path, model: torch.nn.Module, probes: Probes) -> BlackBox:
+    "Where batches and snapshots go."
+    options, optimizers, scaler = probes.options, probes.params.steps.optimizers, probes.scale.scaler
+    old, max_bytes = options.old_snapshots, options.max_box_bytes
+    limits = BoxLimits(options.snapshot_every, options.keep_snapshots, max_bytes=max_bytes, old=old)
+    note, rank = probes.guard.note, this_rank().number
+    return BlackBox(path, model_itself(model), optimizers, scaler, limits, note, rank)
+
+
+def _note_weights(guard: Guard, model: torch.nn.Module) -> None:
+    "Note which weights are faulty before the first step."
+    for fault in weight_faults(model_itself(model)).to_dict("records"):
+        guard.note(f"weight at the start: {fault_words(fault)}", aloud=False)
+
+
+def _writer(recording: _Recording, make_row: Callable) -> Writer:
+    "The thread that writes rows and shows them to those who watch."
+    guard, watch, box, reports = recording.guard, recording.watch, recording.box, recording.reports
+    parts = _Parts(recording.store, guard, recording.options.flush_seconds)
+    rows = StepRows(make_row, parts.pending, guard, recording.pin)
+    rows.on_row += [] if watch is None else [watch.see]
+    rows.on_row += [] if box is None else [LossJumps(box.keep).see]
+    writer = Writer(rows, parts, guard)
+    writer.on_item = None if reports is None else reports.see
+    return writer
 
 
 def _why_not(error: Exception) -> str:
@@ -195,109 +306,23 @@ def _why_not(error: Exception) -> str:
         return " on this rank, training goes on: rank 0 has no Recorder"
     return f", training goes on: {type(error).__name__}: {error}"
 
-
-def _black_box(recorder: Recorder, model: torch.nn.Module) -> BlackBox:
-    "Where batches and snapshots go."
-    options = recorder.options
-    limits = BoxLimits(
-        options.snapshot_every,
-        options.keep_snapshots,
-        max_bytes=options.max_box_bytes,
-        old=options.old_snapshots,
-    )
-    optimizers, scaler = recorder.probes.params.steps.optimizers, recorder.probes.scale.scaler
-    return BlackBox(recorder.path, model, optimizers, scaler, limits, recorder.guard.note, this_rank().number)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #3bd38fb0
-def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
-    "The store, its writer, and what is told of each step as it is written."
-    rank, guard, options = this_rank(), recorder.guard, recorder.options
-    modules, params = recorder.probes.modules.rows, recorder.probes.params.numbered
-    only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
-    attrs = attrs_of(params, rank.world)
-    tables = record_tables(modules, params, only_modules)
-    store = recorder.store = open_store(recorder.path, tables, attrs, rank)
-    parts = _Parts(store, guard, options.flush_seconds)
-    make = partial(step_row, modules=modules, params=params, counts=is_spread, only_modules=only_modules)
-    rows = StepRows(make, parts.pending, guard, partial(_pin, recorder))
-    recorder.writer = Writer(rows, parts, guard)
-    if rank.number:
-        return
-    if options.on_warning is not None:
-        pin = partial(_pin, recorder)
-        recorder.watch = guard.attempt("early warning", None, warning_action, recorder, pin, not is_spread)
-        rows.on_row += [] if recorder.watch is None else [recorder.watch.see]
-    if options.report_to is not None:
-        recorder.reports = guard.attempt("reporting", None, Reports, recorder)
-        recorder.writer.on_item = None if recorder.reports is None else recorder.reports.see
-    for event in opening_events(store, attrs, params, recorder.n):
-        recorder.writer.put(event)
-    faults = guard.attempt("the weights at the start", None, weight_faults, model)
-    for fault in [] if faults is None else faults.to_dict("records"):
-        _put_note(recorder, recorder.n, f"weight at the start: {fault_words(fault)}")
-
-
-def _put_note(recorder: Recorder, step: int, text: str) -> None:
-    "A note of the record."
-    recorder.writer.put(("note", step, text, time.time()))
-
-
-def _put_news(recorder: Recorder) -> None:
-    "What was switched off, into the record."
-    for step, text in recorder.guard.take_news():
-        _put_note(recorder, step, text)
-
 # %% ../../nbs/api/probe/06_recorder.ipynb #a9c1320d
-def _remove(recorder: Recorder) -> None:
-    "Take every hook off."
-    for part in (recorder.probes, recorder.watch):
-        if part is not None:
-            part.remove()
-
-
-def _give_up(recorder: Recorder, why: str) -> None:
-    "Say why nothing is recorded, and leave the model alone."
-    recorder.guard.stop(why)
-    try:
-        _remove(recorder)
-    except Exception as error:
-        recorder.guard.note(f"hooks that do nothing may be left: {error}")
-
-
-def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -> None:
-    "Close hooks, black box, writer and store; a second time nothing is left to do."
-    if not recorder.is_open:
-        return
-    recorder.is_open, guard = False, recorder.guard
-    if recorder.at_exit is not None:
-        atexit.unregister(recorder.at_exit)
+def _close(recording: _Recording, kind: type | None, error: BaseException | None) -> None:
+    "Close hooks, black box, writer and store."
+    guard, writer = recording.guard, recording.writer
     # each by itself: a hook that cannot be taken off must not cost the record its end
-    for close in (partial(_remove, recorder), None if recorder.box is None else recorder.box.close):
+    for close in [recording.remove] + ([] if recording.box is None else [recording.box.close]):
         try:
-            if close is not None:
-                close()
+            close()
         except Exception as fault:
             guard.note(f"not closed as it should be: {type(fault).__name__}: {fault}"[:300])
-    if recorder.writer is None:
-        return
-    _put_news(recorder)
+    recording.put_notes(guard.take_news())
     if kind is not None:
-        recorder.writer.put(("error", recorder.n, f"{kind.__name__}: {error}"[:500], time.time()))
-    recorder.writer.close()
-    recorder.store.close(recorder.options.merge)
-    if recorder.reports is not None:
-        recorder.reports.close()
-
-
-def _finish_at_exit(recorder: weakref.ref) -> None:
-    "Write what a recorder still holds when the program ends without closing it."
-    left = recorder()
-    # a forked child inherits the handler, but the record is its parent's
-    if left is not None and left.pid == os.getpid():
-        error = getattr(sys, "last_value", None)
-        # a merge needs threads, and none can be started any more: the parts are read as they are
-        left.options = replace(left.options, merge=False)
-        left.__exit__(None if error is None else type(error), error, None)
+        writer.put(("error", guard.step, f"{kind.__name__}: {error}"[:500], time.time()))
+    writer.close()
+    recording.store.close(recording.options.merge)
+    if recording.reports is not None:
+        recording.reports.close()
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
 _CLOSED = "`step` came after the end of the record: this step and later ones are not recorded"
@@ -312,104 +337,62 @@ _NO_BATCH = (
 )
 
 
-def look_at_loss(
-    recorder: Recorder,  # that records
-    values: list,  # of the loop, its loss among them, with a graph
-) -> None:
-    "In the first step it is noted what the loss was given."
-    if _is_first(recorder):
-        recorder.guard.attempt("the graph of the loss", None, note_loss_input, recorder.guard, values)
+def _take_batch(recording: _Recording, batch: Any, frame: FrameType) -> None:
+    "A batch is there: what a replay needs of it is kept."
+    recording.clock.see_batch()
+    if recording.draft is not None:
+        draft, recording.draft = recording.draft, None
+        expressions = recording.guard.attempt(FILE, None, draft, batch)
+        recording.loop_values.expressions = expressions or {}
+    if recording.box is not None:
+        recording.guard.attempt(_BOX, None, _keep_batch, recording, recording.box, batch, frame)
+    recording.micro += 1
 
 
-def _is_first(recorder: Recorder) -> bool:
-    "Whether the step that runs is the first of the record."
-    return recorder.n == recorder.options.first_step
+def _keep_batch(recording: _Recording, box: BlackBox, batch: Any, frame: FrameType) -> None:
+    "Keep a batch with the values of the loop that its loss needs."
+    box.batch(recording.loop_values.beside(batch, frame), recording.guard.step, recording.micro)
 
-
-def _step_values(recorder: Recorder, loss: Any, scalars: dict[str, Any], frame: FrameType) -> dict[str, Any]:
-    "What `step` was given; in the first step it is noted what the loss was given."
+# %% ../../nbs/api/probe/06_recorder.ipynb #300682fc
+def _step_values(recording: _Recording, loss: Any, scalars: dict, frame: FrameType) -> dict[str, Any]:
+    "What `step` was given; the whole number that some loops give it is left out."
     if isinstance(loss, Integral):
-        recorder.guard.note(_A_NUMBER)
+        recording.guard.note(_A_NUMBER)
         loss = None
     values = ({} if loss is None else {"loss": loss}) | scalars
     # in that step only: the locals of a frame are copied, and stay until it ends
-    if _is_first(recorder):
-        all_values = [*values.values(), *frame.f_locals.values()]
-        look_at_loss(recorder, all_values)
-        model, find_reached = model_itself(recorder.model), recorder.loop_values.find_reached
-        recorder.guard.attempt("the networks of the loss", None, find_reached, model, all_values)
-        _after_backward(recorder)  # those of the first step are still as the loss saw them
-        recorder.guard.attempt("an environment", None, note_environment, recorder.guard, frame)
-        if recorder.guard.attempt("torch.compile", None, runs_compiled, recorder.model):
-            recorder.guard.note(COMPILED, aloud=False)
+    if recording.guard.is_first_step:
+        _look_at_loop(recording, [*values.values(), *frame.f_locals.values()], frame)
     return values
 
-# %% ../../nbs/api/probe/06_recorder.ipynb #300682fc
-def _take_batch(recorder: Recorder, batch: Any, frame: FrameType) -> None:
-    "A batch is there: what a replay needs of it is kept."
-    if recorder.clock is not None:
-        recorder.clock.see_batch()
-    if recorder.box is None:
-        return
-    if not recorder.is_drafted:
-        recorder.is_drafted = True
-        recorder.guard.attempt("replay_setup.py", None, write_setup, recorder, batch)
-    recorder.guard.attempt(_BOX, None, _keep, recorder, recorder.box, batch, frame)
 
-
-def _keep(recorder: Recorder, box: BlackBox, batch: Any, frame: FrameType) -> None:
-    "Keep a batch with the values of the loop that its loss needs."
-    box.batch(recorder.loop_values.beside(batch, frame), recorder.n, recorder.micro)
-
-
-def _after_backward(recorder: Recorder) -> None:
-    "Keep the other networks as the loss saw them: a loop may have trained them since the batch was there."
-    if recorder.box is None:
-        return
-    changed = recorder.guard.attempt(_BOX, None, recorder.loop_values.take_changed)
-    if changed:
-        recorder.guard.attempt(_BOX, None, recorder.box.renew, changed)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #300682fb
-def _before_optimizer(recorder: Recorder) -> None:
-    "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
-    if recorder.watch is not None:
-        recorder.watch.cut.take()
-    box, scale = recorder.box, recorder.probes.scale
-    if box is not None:
-        recorder.guard.attempt(_BOX, None, box.settings, recorder.n)
-    if scale.find() and box is not None:
-        box.scaler = scale.scaler
-
-
-def _begin_step(recorder: Recorder) -> None:
-    "The step that begins takes the costly statistics if it is its turn, or something asks for it."
-    recorder.probes.begin_step(recorder.n, recorder.sample_next)
-    recorder.sample_next = False
-
-
-def _pin(recorder: Recorder, step: int) -> None:
-    "Look closer at the next step, and keep what a replay of this one needs."
-    recorder.sample_next = True
-    if recorder.box is not None:
-        recorder.guard.attempt(_BOX, None, recorder.box.trigger, step)
+def _look_at_loop(recording: _Recording, values: list[Any], frame: FrameType) -> None:
+    "What the loop does is noted at the end of the first step."
+    guard, model = recording.guard, recording.model
+    note_loss_input(guard, values)
+    find_reached = recording.loop_values.find_reached
+    guard.attempt("the networks of the loss", None, find_reached, model_itself(model), values)
+    recording.after_backward()  # those of the first step are still as the loss saw them
+    guard.attempt("an environment", None, note_environment, guard, frame)
+    if guard.attempt("torch.compile", None, runs_compiled, model):
+        guard.note(COMPILED, aloud=False)
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #c5d42e3a
-def _hand_over(recorder: Recorder, values: dict[str, Any]) -> bool:
+def _hand_over(recording: _Recording, values: dict[str, Any]) -> bool:
     "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
-    guard, options, probes = recorder.guard, recorder.options, recorder.probes
-    if options.snapshot_every and not recorder.micro and _is_first(recorder):
+    guard, options, probes = recording.guard, recording.options, recording.probes
+    if options.snapshot_every and not recording.micro and guard.is_first_step:
         guard.note(_NO_BATCH)
     passes, backward = probes.modules.passes, probes.backward
-    elapsed, times = recorder.clock.end_step(passes.began_at, backward.began_at)
+    elapsed, times = recording.clock.end_step(passes.began_at, backward.began_at)
     sums = take_step(probes)
     values = values | (times if this_rank().world > 1 else {})
     scalars = step_scalars(probes, values, elapsed, sums.is_skipped) | sums.scalars
     has_modules = bool(probes.modules.rows.names)
     probes.unseen.note(is_seen=bool(sums.uses) or not sums.gradients or not has_modules)
-    _put_news(recorder)
-    recorder.writer.put({"step": recorder.n, "time": time.time()} | sums.to_item(scalars))
-    if guard.attempt("triggers", None, is_triggered, options.triggers, recorder.n, scalars):
-        _put_note(recorder, recorder.n, "a trigger fired")
-        _pin(recorder, recorder.n)
+    recording.put_notes(guard.take_news())
+    recording.writer.put({"step": guard.step, "time": time.time()} | sums.to_item(scalars))
+    if guard.attempt("triggers", None, is_triggered, options.triggers, guard.step, scalars):
+        recording.put_notes([(guard.step, "a trigger fired")])
+        recording.pin(guard.step)
     return options.on_nonfinite == "stop" and sums.is_bad()

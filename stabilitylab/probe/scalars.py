@@ -174,12 +174,19 @@ def takes_probabilities(
     return False
 
 
+def _any_takes_probabilities(values: Iterable[Any]) -> bool:
+    "Whether one of the losses among some values of a loop was given probabilities for logits."
+    return any(map(takes_probabilities, losses_among(values)))
+
+
 def note_loss_input(
     guard: Guard,  # of the recording
     values: Iterable[Any],  # of the loop, its loss among them
 ) -> None:
-    "Note where a loss of logits is given probabilities."
-    if any(map(takes_probabilities, losses_among(values))):
+    "Note, in the first step, where a loss of logits is given probabilities."
+    if not guard.is_first_step:
+        return
+    if guard.attempt("the graph of the loss", None, _any_takes_probabilities, values):
         guard.note(f"{SOFTMAX_TWICE}: a softmax or sigmoid is followed by a loss that takes one itself")
 
 # %% ../../nbs/api/probe/15_scalars.ipynb #3f6807e3

@@ -25,7 +25,7 @@ from .optimizers import groups_of
 from .params import NumberedParams
 from .trackers import trackers_of
 from ..run.curves import FORGOTTEN
-from ..run.live import LiveStore
+from ..run.record import LiveStore
 
 # %% ../../nbs/api/probe/16_settings.ipynb #6f3b5d4e
 _RESIDUAL = ("block", "embed", "lm_head")

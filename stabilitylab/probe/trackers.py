@@ -263,15 +263,15 @@ class Reports:
 
     def __init__(
         self,
-        recorder: Any,  # a `Recorder` that is being opened
+        record: Path,  # folder of the record
+        probes: Any,  # the `Probes` whose statistics are recorded
     ):
-        options = recorder.options
+        options, self.guard, self.record = probes.options, probes.guard, record
         self.every, self.select = options.report_every, options.report_select
-        self.modules, self.params = recorder.probes.modules.rows, recorder.probes.params.numbered
-        self.record, self.guard = recorder.path, recorder.guard
+        self.modules, self.params = probes.modules.rows, probes.params.numbered
         self.chosen: dict[str, dict[int, str]] = {}  # 'group/variable' -> place -> name in the tracker
         chosen = trackers_of(options.report_to)
-        self.reporters = [_Reporter(*tracker, recorder.path, recorder.guard) for tracker in chosen]
+        self.reporters = [_Reporter(*tracker, record, self.guard) for tracker in chosen]
 
     def see(
         self,

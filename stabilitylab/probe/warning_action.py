@@ -16,11 +16,10 @@ import torch
 
 from stabilitylab.detect.facts.jump_facts import loss_bound
 from stabilitylab.detect.limits import count_limit
-from stabilitylab.probe.guard import Guard
-from stabilitylab.probe.hooks import ModuleRows
 from stabilitylab.probe.optimizers import OptimizerSteps, groups_of, hooked_optimizers
-from stabilitylab.probe.params import ParamProbe
+from stabilitylab.probe.probes import Probes
 from stabilitylab.probe.rows import StepRow
+from stabilitylab.probe.settings import this_rank
 from stabilitylab.probe.warning import EarlyWarning, WarningDetector
 from stabilitylab.probe.writer import Writer
 
@@ -70,23 +69,19 @@ class WarningAction:
 
     def __init__(
         self,
-        action: str | Callable[[EarlyWarning], Any],  # 'note', 'stop', 'skip' or 'cut_rate', or a function
-        modules: ModuleRows,  # of the model
-        params: ParamProbe,  # of the model
-        guard: Guard,  # of the recording
-        is_alone: bool = True,  # whether no other process trains the same model
+        probes: Probes,  # whose statistics are looked at
+        pin: Callable[[int], None],  # keeps what a replay of a step needs
     ):
-        self.action, self.guard, self.is_alone = action, guard, is_alone
-        numbered, n = params.numbered, params.numbered.n_recorded
-        names = {"module": list(modules.names), "param": numbered.names[:n]}
+        self.action, self.guard, self.pin = probes.options.on_warning, probes.guard, pin
+        numbered, n = probes.params.numbered, probes.params.numbered.n_recorded
+        names = {"module": list(probes.modules.rows.names), "param": numbered.names[:n]}
         matrices = np.array([p.ndim > 1 for p in numbered.params[:n]], bool)
         coarse = np.array([p.dtype in (torch.bfloat16, torch.float16) for p in numbered.params[:n]], bool)
         self.detector = WarningDetector(names, matrices, coarse)
         # filled by the writer's thread, emptied by the loop: `append` and `popleft` need no lock
         self.waiting: deque[EarlyWarning] = deque()  # told by the writer's thread, not yet acted upon
         self.skips_next = False
-        self.cut = RateCut(params.steps)
-        self.pin: Callable[[int], None] = lambda step: None  # keeps what a replay of the step needs
+        self.cut = RateCut(probes.params.steps)
 
     def see(
         self,
@@ -109,7 +104,7 @@ class WarningAction:
             action = self.action
             if callable(action):
                 action = self.guard.attempt(_WATCH, None, action, warning)
-            if action in _ALONE and not self.is_alone:
+            if action in _ALONE and this_rank().world > 1:
                 self.guard.note(f"on_warning={action!r}: one process of several does not act alone")
                 continue
             stop = warning if action == "stop" else stop
@@ -120,18 +115,6 @@ class WarningAction:
     def remove(self) -> None:
         "Take the hooks off."
         self.cut.remove()
-
-# %% ../../nbs/api/probe/23_warning_action.ipynb #201290e3
-def warning_action(
-    recorder: Any,  # a `Recorder` that is being opened
-    pin: Callable[[int], None],  # keeps what a replay of a step needs
-    is_alone: bool,  # whether no other process trains the same model
-) -> WarningAction:
-    "What a recorder does about warnings, as its options say."
-    modules, params, guard = recorder.probes.modules.rows, recorder.probes.params, recorder.guard
-    watch = WarningAction(recorder.options.on_warning, modules, params, guard, is_alone)
-    watch.pin = pin
-    return watch
 
 # %% ../../nbs/api/probe/23_warning_action.ipynb #ca4fad52
 def is_triggered(

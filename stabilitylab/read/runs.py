@@ -34,6 +34,7 @@ from stabilitylab.read.groups import (
     merge_duplicates,
     run_name_of,
 )
+from .logs.tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from stabilitylab.read.recognise import (
     companion_files,
     formats,
@@ -41,7 +42,6 @@ from stabilitylab.read.recognise import (
     join_kernel_logs,
     recognise,
 )
-from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from ..run.cluster import as_client, map_on
 from ..run.curves import WARNED, group_of
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run

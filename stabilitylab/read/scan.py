@@ -14,8 +14,7 @@ import numpy as np
 
 from .base import COLOUR, TIME, Hit, LogData, Parser
 from .columns import NO_TIME, LogColumns, Part
-from .digits import fixed_integers
-from .shapes import Piece, SameLayout, SameShape
+from .shapes import Piece, SameLayout, SameShape, fixed_integers
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/05_scan.ipynb #59d03d5c

@@ -25,8 +25,8 @@ from ..names.errors import InputError, printable
 from ..names.files import shown_address
 from .base import LogData
 from .files import LogFile, ReadOptions, with_options
+from .logs.tracker_folders import mlflow_end
 from .logs.trackers import trackio_runs
-from .tracker_folders import mlflow_end
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/23_tracker_servers.ipynb #b93d276c

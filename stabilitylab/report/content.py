@@ -21,8 +21,7 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import OF_MACHINE, MostLikely, most_likely
-from ..names.glossary import REPORTED, SEVERITIES
-from ..names.words import clean, number, spaced
+from ..names.words import REPORTED, SEVERITIES, clean, number, spaced
 from ..run.curves import loss_name
 from ..run.recording import nearest_step
 from ..run.scalars import series, series_names

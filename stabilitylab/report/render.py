@@ -15,8 +15,7 @@ from markupsafe import Markup, escape
 
 from ..knowledge.remedies import source_url
 from ..names.errors import bad_input
-from ..names.glossary import terms_in
-from ..names.words import clean, number, spaced
+from ..names.words import clean, number, spaced, terms_in
 from .content import evidence_items, remedies_by_verdict, remedy_text, steps_text
 
 # %% ../../nbs/api/report/02_render.ipynb #816b43f4

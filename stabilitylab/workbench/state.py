@@ -20,8 +20,7 @@ from ..detect.diagnose import as_run, diagnose
 from ..detect.findings import Finding, Findings
 from ..names.errors import bad_input
 from ..names.words import spaced
-from ..plot.findings import panels_of
-from ..plot.look import Look
+from ..plot.findings import Look, panels_of
 from ..plot.picture import RunPicture
 from ..read.follow import FolderFollower, Follower
 from ..read.runs import read_runs

@@ -16,8 +16,7 @@ import traitlets
 from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
-from ..names.glossary import FINDING_KINDS
-from ..names.words import spaced
+from ..names.words import FINDING_KINDS, spaced
 from ..plot.findings import flags_of
 from ..plot.picture import in_range, page_svg
 from ..plot.scene import COLOURS

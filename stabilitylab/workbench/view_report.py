@@ -7,29 +7,212 @@ __all__ = []
 
 # %% ../../nbs/api/workbench/18_view_report.ipynb #dc93cdca
 import base64
+import hashlib
 import json
+import platform
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
+import numpy as np
+import xarray as xr
+from markupsafe import Markup
 
-from ..names.glossary import SEVERITIES
+from .. import __version__
+from ..detect.findings import Findings
+from ..knowledge.remedies import source_url
+from ..names.words import SEVERITIES, spaced
+from ..plot.findings import panels_of
+from ..plot.picture import css_colours, in_range, page_svg
+from ..report.html import finding_card, finding_sheet, run_sheet
 from ..report.render import render
-from stabilitylab.report.screen import (
-    Screen,
-    configuration,
-    screen_html,
-    screen_notebook,
-    source_links,
-    stamp,
-)
 from ..report.trial import trial_sheet
 from ..run.job import ThreadJob
+from ..run.scalars import series_names
 from .panel import JobPanel
 from .parts import CallLine, StateView, on
 from .state import WorkbenchState
+
+# %% ../../nbs/api/workbench/18_view_report.ipynb #a98c7514
+@dataclass(frozen=True)
+class Screen:
+    "The state of a workbench display: source, range, series and selection."
+
+    source: str  # file or folder that was opened; '' for a record that was never saved
+    name: str  # name of the run within the source
+    date: str  # date and time, such as 2025-11-21 20:08
+    x_range: tuple[float, ...] = ()  # first and last step; () for all
+    names: tuple[str, ...] = ()  # series to draw, the first one large; (): the defaults
+    log: bool | None = None  # logarithmic axis of the first one; None: decided by its range
+    selected: int = -1  # index of the selected finding; -1: none
+    trial: str = ""  # code of a trial; '': none
+
+
+def run_identity(
+    run: xr.DataTree,  # a record
+) -> str:  # 12 hex digits
+    "A hash of the steps and values of a run, independent of its path."
+    digest = hashlib.sha256()
+    scalars = run["scalars"].to_dataset() if "scalars" in run.children else xr.Dataset()
+    for name in sorted(series_names(scalars)):
+        values = scalars[name]
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(values.step.values, dtype="<f8").tobytes())
+        digest.update(np.ascontiguousarray(values.values, dtype="<f8").tobytes())
+    return digest.hexdigest()[:12]
+
+
+_LONGEST = 120  # letters of a setting that a page shows
+
+
+def opened_setting(
+    value: object,  # an attribute of a record
+) -> dict:  # {} if it is not a configuration
+    "A configuration, decoded where it is stored as JSON."
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
+def configuration(
+    run: xr.DataTree,  # a record
+) -> list[tuple[str, str]]:  # (name, value); settings inside a configuration have its name as prefix
+    "The settings recorded with a run, without long ones."
+    rows = []
+    for key, value in run.attrs.items():
+        nested = opened_setting(value)
+        flat = [(f"{key}.{inner}", str(item)) for inner, item in nested.items()]
+        rows += flat or [(str(key), str(value))]
+    return [(key, value) for key, value in rows if key != "source" and len(value) <= _LONGEST]
+
+# %% ../../nbs/api/workbench/18_view_report.ipynb #1a5620df
+def source_links(
+    findings: Findings,  # of one run
+) -> list[tuple[str, str]]:  # (name, address or ''), each source once
+    "The sources of the remedies of these findings, with their addresses."
+    sources = sorted({remedy["source"] for finding in findings for remedy in finding.remedies})
+    return [(name, source_url(name)) for name in sources]
+
+# %% ../../nbs/api/workbench/18_view_report.ipynb #87025a71
+_ALL = "all"
+
+
+def stamp(
+    screen: Screen,  # displayed state
+    run: xr.DataTree,  # the run
+) -> list[tuple[str, str]]:  # (what, value)
+    "The provenance of a page: date, versions, run."
+    span = f"{screen.x_range[0]:,.0f} to {screen.x_range[1]:,.0f}" if screen.x_range else _ALL
+    return [
+        ("made", screen.date),
+        ("stabilitylab", __version__),
+        ("Python", platform.python_version()),
+        ("numpy", metadata.version("numpy")),
+        ("run", screen.name),
+        ("source", screen.source or "a record that was not saved"),
+        ("identity", run_identity(run)),
+        ("steps shown", span),
+        ("series shown", ", ".join(screen.names) or _ALL),
+    ]
+
+
+def screen_html(
+    screen: Screen,  # displayed state
+    run: xr.DataTree,  # the run
+    findings: Findings,  # findings of the run
+    trial: object = None,  # a TrialSheet; None: no trial
+    replays: Sequence[dict] = (),  # the JSON of each replay
+) -> str:  # a whole HTML document
+    "The display of the workbench as one self-contained HTML page."
+    part = in_range(run, screen.x_range or None)
+    names = list(screen.names) or panels_of(run, findings)
+    chosen = list(findings)[screen.selected] if 0 <= screen.selected < len(findings) else None
+    return render(
+        "screen",
+        title=screen.name,
+        stamp=stamp(screen, run),
+        settings=configuration(run),
+        figure=Markup(_element(page_svg(part, findings, names))) if names else "",
+        chosen=finding_card(chosen, screen.selected + 1, prefix="s") if chosen else None,
+        run=run_sheet(run, findings, screen.name),
+        trial=trial,
+        replays=replays,
+        links=source_links(findings),
+        runs=[],  # of the page `report`, of which only the parts are used
+        shared=finding_sheet(Findings()),
+        light=Markup(css_colours()),
+        dark=Markup(css_colours(dark=True)),
+    )
+
+
+def _element(svg: str) -> str:
+    "An SVG file without the header that only a file has."
+    return svg[svg.index("<svg") :] if "<svg" in svg else ""
+
+# %% ../../nbs/api/workbench/18_view_report.ipynb #22b65bd1
+_HEAD = """# {name}
+
+> Made {date} with stabilitylab {version}; identity of the run `{identity}`"""
+_OPEN = """from stabilitylab import diagnose, plot_findings, read_runs
+from stabilitylab.plot.picture import in_range
+from stabilitylab.workbench.view_report import run_identity
+
+runs = read_runs({source!r})
+run = runs[{name!r}] if {name!r} in runs else next(iter(runs.values()))
+findings = diagnose(run)
+{{"then": {identity!r}, "now": run_identity(run)}}"""
+_LIST = "findings.to_pandas()[['kind', 'severity', 'onset', 'end', 'explanation']]"
+_DRAW = """part = in_range(run, {x_range!r})
+axes = plot_findings(part, findings, names={names!r}, log={log!r})"""
+_CHOSEN = "findings[{selected}]"
+_TEXTS = {
+    "open": "The run, and whether it is still the one that was looked at.",
+    "list": "## What was found",
+    "draw": "## The curve, as it was shown",
+    "chosen": "## The finding that was selected: {kind}",
+    "trial": "## The trial\n\nIt trains in child processes; run it where the processors are free.",
+}
+
+
+def _cell(kind: str, source: str, index: int) -> dict:
+    "A cell of a notebook."
+    cell = {"cell_type": kind, "id": f"screen-{index}", "metadata": {}, "source": source.splitlines(True)}
+    return cell | ({"outputs": [], "execution_count": None} if kind == "code" else {})
+
+
+def screen_notebook(
+    screen: Screen,  # displayed state
+    run: xr.DataTree,  # the run
+    findings: Findings,  # findings of the run
+) -> dict:  # JSON text of the notebook
+    "A notebook that opens the same run, diagnoses it and draws the same figure."
+    names = list(screen.names) or panels_of(run, findings)
+    about = {"name": screen.name, "date": screen.date, "version": __version__, "identity": run_identity(run)}
+    opening = {"source": screen.source, "name": screen.name, "identity": about["identity"]}
+    look = {"x_range": tuple(screen.x_range) or None, "names": names, "log": screen.log}
+    parts = [
+        ("markdown", _HEAD.format(**about)),
+        ("markdown", _TEXTS["open"]),
+        ("code", _OPEN.format(**opening)),
+    ]
+    parts += [("markdown", _TEXTS["list"]), ("code", _LIST)] if len(findings) else []
+    parts += [("markdown", _TEXTS["draw"]), ("code", _DRAW.format(**look))] if names else []
+    if 0 <= screen.selected < len(findings):
+        kind = spaced(list(findings)[screen.selected].kind)
+        parts += [("markdown", _TEXTS["chosen"].format(kind=kind))]
+        parts += [("code", _CHOSEN.format(selected=screen.selected))]
+    parts += [("markdown", _TEXTS["trial"]), ("code", screen.trial)] if screen.trial else []
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells = [_cell(kind, source, i) for i, (kind, source) in enumerate(parts)]
+    return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
 
 # %% ../../nbs/api/workbench/18_view_report.ipynb #b87224b4
 def _screen_of(
@@ -88,7 +271,7 @@ def _report_call(
     "The call that makes the page."
     return (
         "from stabilitylab import diagnose, read_runs\n"
-        "from stabilitylab.report.screen import Screen, screen_html\n"
+        "from stabilitylab.workbench.view_report import Screen, screen_html\n"
         f"screen = {screen!r}\n"
         "run = read_runs(screen.source)[screen.name]\n"
         "page = screen_html(screen, run, diagnose(run))"

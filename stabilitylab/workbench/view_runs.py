@@ -19,12 +19,10 @@ from ..detect.cross_run import compare_runs
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError
-from ..names.glossary import SEVERITIES
-from ..names.words import number, spaced
-from ..plot.look import x_axes
+from ..names.words import SEVERITIES, number, spaced
+from ..plot.findings import x_axes
 from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render
-from ..report.screen import opened_setting
 from ..run.curves import loss_name
 from ..run.scalars import series
 from .panel import beside
@@ -39,6 +37,7 @@ from stabilitylab.workbench.parts import (
     set_visible,
 )
 from .state import WorkbenchState, steer
+from .view_report import opened_setting
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #20c66740
 @dataclass(frozen=True)

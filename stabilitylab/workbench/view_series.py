@@ -9,8 +9,7 @@ __all__ = ['SeriesView']
 import ipywidgets as widgets
 
 from ..detect.findings import Findings
-from ..plot.findings import panels_of
-from ..plot.look import x_axes
+from ..plot.findings import panels_of, x_axes
 from ..report.render import render
 from ..run.scalars import summary
 from stabilitylab.workbench.parts import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.plot.look import Look
+from stabilitylab.plot.findings import Look
 from stabilitylab.plot.picture import RunPicture
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars

@@ -19,7 +19,7 @@ from stabilitylab.cases.registry import case, cases, sample
 from stabilitylab.detect.diagnose import as_run, diagnose
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation.opening import open_recordings
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 from stabilitylab.plot.findings import panels_of, plot_findings
 from stabilitylab.plot.runs import plot_losses
 from stabilitylab.read.runs import read_runs

@@ -8,7 +8,7 @@ from bs4 import BeautifulSoup
 from bs4.element import Tag
 from PIL import Image
 
-from stabilitylab.names.glossary import FINDING_KINDS
+from stabilitylab.names.words import FINDING_KINDS
 
 TABLE = re.compile(r'<table border="1" class="dataframe.*?</table>', re.S)
 NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?\s*%?|nan|inf|-inf|NaN|<NA>|None|True|False|[-–…]|", re.I)

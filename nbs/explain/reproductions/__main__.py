@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from reproductions.experiments import EXPERIMENTS, Outcome, run_experiment, store_outcome
 from reproductions.results import REPRODUCTIONS, Result, reproduce, results_table, store_result
 from reproductions.sinks import make_sink_arms, store_sink_arms
-from stabilitylab.cases.__main__ import command_parser, run_command
+from stabilitylab.cases.registry import command_parser, run_command
 
 
 def _list(args: argparse.Namespace) -> None:

@@ -13,15 +13,15 @@ import xarray as xr
 
 from ..context import model_parts
 from ..findings import Finding, evidence_words
-from stabilitylab.detect.layers.activations import (
+from .activations import gradient_stands
+from stabilitylab.detect.layers.growth import (
     columns_above,
     crossing_order,
     first_crossings,
     first_names,
-    gradient_stands,
+    growth_evidence,
     median_of_finite,
 )
-from .growth import growth_evidence
 from ..limits import count_limit, limit
 from ..settings import rate_at
 from ...run.curves import CHANGED, FORGOTTEN, curve, event_texts, group_of, loss_name

@@ -306,7 +306,8 @@ def loop_span(
     statements, inside = step
     scope = {**inside.scope, passed_back.__name__: passed_back}
     loops = _loop_names(source.body, source.line)
-    optimizers = getattr(getattr(recorder, "box", None), "optimizers", [])
+    recording = getattr(recorder, "recording", None)
+    optimizers = [] if recording is None else recording.probes.params.steps.optimizers
     opened = _one_pass(statements, scope, loops, optimizers)
     backward = backward_call(opened[-1]) if opened else None
     if backward is None:

@@ -351,13 +351,15 @@ def _draft_or_note(recorder: Any, draft: Callable[..., str]) -> str:
 
 
 def write_setup(
-    recorder: Any,  # a `Recorder` with a black box
+    recorder: Any,  # a `Recorder`
+    box: Any,  # its black box
     batch: Any,  # the first micro-batch
-) -> None:
+) -> dict[str, str]:  # name -> expression of the loop, of what is to be kept with each batch
     "Write the draft into the record, unless a file of that name is there."
-    path, box = Path(recorder.path) / FILE, recorder.box
-    if box.folder.name == "blackbox" and not path.exists():
-        # of rank 0 alone, whose box is not in a folder of its own
+    if box.folder.name != "blackbox":  # of another rank than 0, in a folder of its own
+        return {}
+    path = Path(recorder.path) / FILE
+    if not path.exists():
         clip = getattr(recorder, "clip", None)
         draft = partial(setup_source, box.model, box.optimizers, batch, str(recorder.path), clip)
         text = _draft_or_note(recorder, draft)
@@ -368,5 +370,4 @@ def write_setup(
         if tensors:
             torch.save(tensors, path.with_name(VALUES_FILE))
         write_atomic(path, text)
-    if box.folder.name == "blackbox":
-        recorder.loop_values.expressions = kept_in(path.read_text(encoding="utf-8"))
+    return kept_in(path.read_text(encoding="utf-8"))
