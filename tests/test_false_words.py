@@ -588,7 +588,8 @@ SIGNS = [1] * 9 + [-1] * 7
         ([(1 / 16, 1.0, 1.0)] * 16, "no sample stands out, as each has the same gradient)"),
         ([(1 / 16, 4.0, 0.25)] * 16, "the shares are equal in size, so no"),  # of orthogonal ones
         ([(1 / 16, 1.0 + at, 1.0) for at in range(16)], "the shares are equal in size"),  # of unlike weights
-        ([(0.5 * sign * (1 + 0.01 * (at == 3)), 1.0, sign) for at, sign in enumerate(SIGNS)], ""),
+        ([(0.5 * sign * (1 + 0.01 * (at == 3)), 1.0, sign) for at, sign in enumerate(SIGNS)], "1.5 times"),
+        ([(0.1 if at == 3 else 0.06, 1.0, 1.0) for at in range(16)], ""),  # one stands out
         ([(0.5, 1.0, 1.0)] * 2, ""),  # both are named
         ([(0.0, 0.0, "nan")] * 16, ""),
     ],

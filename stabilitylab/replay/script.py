@@ -193,8 +193,8 @@ def _execute(names: _Names, tree: ast.Module) -> None:
         if not any(isinstance(part, _DEFINED) for part in _parts(statement)):
             names.wait(statement)
             continue
-        _look_up(names, statement)
         try:
+            _look_up(names, statement)
             names.run(statement)
         except ImportError:
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":

@@ -148,8 +148,8 @@ def _step_of_test(event: int, findings: Sequence[Finding]) -> int:
     problems = [f for f in findings if f.severity != "info" and f.first is not None]
     spans = [(f.first, f.first if f.end is None else f.end) for f in problems]
     after = limit("short_records")
-    is_told = any(first - after <= event <= last for first, last in spans)
-    return event if is_told or not spans else min(first for first, _ in spans)
+    is_near = any(first - after <= event <= last for first, last in spans)
+    return event if is_near or not spans else min(first for first, _ in spans)
 
 
 def evidence(

@@ -108,7 +108,7 @@ def _bindings(arguments: dict[str, ast.expr], values: dict[str, Any]) -> list[as
 def _closure_call(call: ast.Call) -> ast.Call:
     "The call of the closure that a step is given; any other call is itself."
     is_step = isinstance(call.func, ast.Attribute) and call.func.attr == "step"
-    first = call.args[0] if is_step and len(call.args) == 1 else None
+    first = call.args[0] if is_step and len(call.args) == 1 else call
     is_named = isinstance(first, (ast.Name, ast.Attribute))
     return ast.copy_location(ast.Call(first, [], []), call) if is_named else call
 

@@ -222,9 +222,9 @@ def _trainer_code(
     "The loss, or the step, that a Trainer computes itself; None without one. Its other models are kept."
     trainer = getattr(recorder, "trainer", None)
     if trainer is not None and hasattr(model, "training_step"):  # Lightning
-        code = step_code(model, trainer, recorder.autocast)
-        draft.imports.add(f"from stabilitylab.replay.trainer import {code.call.partition('(')[0]}")
-        return code
+        step = step_code(model, trainer, recorder.autocast)
+        draft.imports.add(f"from stabilitylab.replay.trainer import {step.call.partition('(')[0]}")
+        return step
     name = None if trainer is None else draft.name_of(type(trainer))
     if trainer is None or name is None:
         return None

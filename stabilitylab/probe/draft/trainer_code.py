@@ -332,8 +332,8 @@ def reads_loop(
     model: torch.nn.Module,  # a LightningModule
 ) -> bool:
     "Whether the training step of a module reads the trainer, its counters or the number of the batch."
-    step: Any = model.training_step
-    names = list(inspect.signature(step).parameters)[1:2]
+    step: Any = getattr(model, "training_step", None)
+    names = [] if step is None else list(inspect.signature(step).parameters)[1:2]
     nodes = [n for tree in _definitions(type(model), "training_step") for n in ast.walk(tree)]
     read = {n.id for n in nodes if isinstance(n, ast.Name)}
     kind: Any = type(model)
