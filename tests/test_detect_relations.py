@@ -342,9 +342,7 @@ def test_the_swap_test_is_offered_until_it_was_run(attrs, has_command, words):
     likely = most_likely(Findings([finding("loss_spike").with_(explanation="It rose.")], attrs))
     assert bool(likely.test) == has_command and ("--step 37" in likely.test) == has_command
     swap = [line for line in likely.missing if "swap test" in line]
-    assert all(
-        line.startswith("whether batch or state made the rise of the loss at step 37") for line in swap
-    )
+    assert all(line.startswith("whether batch or state is out of line at step 37") for line in swap)
     assert len(swap) == bool(words) and all(words in line for line in swap)
 
 

@@ -238,7 +238,7 @@ def _equal_shares(samples: list[dict]) -> str:
     if not _are_equal([row["share"] for row in samples]):
         rows = _finite_shares(samples)
         usual = median(row["share"] for row in rows) if rows else 0.0
-        is_even = len(rows) == len(samples) and rows[0]["share"] <= _STANDS_OUT * usual
+        is_even = len(rows) == len(samples) and 0 < rows[0]["share"] <= _STANDS_OUT * usual
         return f"; none is above {_STANDS_OUT} times the median, so no sample stands out" if is_even else ""
     cosines = [row.get("cosine", 0.0) for row in samples]
     # unit vectors that are nearer to each other than the sizes may be
