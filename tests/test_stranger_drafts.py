@@ -361,6 +361,77 @@ def test_the_loss_of_a_closure_or_of_a_function_is_written_out(tmp_path, capsys,
     assert check["is_exact"] and not check["missing"], check
 
 
+NET = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stabilitylab import Recorder
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.b(self.drop(torch.tanh(self.a(x))))
+
+
+torch.manual_seed(0)
+model = Net()
+"""
+EPOCH = """
+def epoch(ARGUMENTS):
+    for _ in range(5):
+        x = recorder.batch(torch.randn(6, 4))
+        out = model(x)
+        loss = F.mse_loss(out, x) + weight * out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+
+
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+recorder = Recorder(model, optimizer, "run", snapshot_every=4)
+for weight in (0.0, 0.3, 0.6):
+    epoch(ARGUMENTS)
+recorder.close()
+"""
+OF_TWO = """
+decoder = nn.Linear(4, 4)
+both = nn.ModuleList([model, decoder])
+optimizer = torch.optim.Adam(both.parameters(), 0.01)
+with Recorder(both, optimizer, "run", snapshot_every=4) as recorder:
+    for _ in range(10):
+        x = recorder.batch(torch.randn(6, 4))
+        back = decoder(model(x))
+        loss = F.mse_loss(back, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+"""
+SHAPES = {
+    "a number that the function is given": EPOCH.replace("ARGUMENTS", "weight"),
+    "a number that the script sets in its loop": EPOCH.replace("ARGUMENTS", ""),
+    "a part that the loop calls model": OF_TWO,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_loop_is_replayed_with(tmp_path, capsys, shape):
+    "The first two were replayed with the number of the first epoch, the third by `model`, not by its part."
+    (tmp_path / "train.py").write_text(NET + SHAPES[shape])
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    assert main(["replay", str(tmp_path / "run"), "--step", "9", "--json", "--no-swap"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["is_exact"] and not check["missing"], check
+
+
 def test_what_the_head_of_a_method_reads_is_there_when_its_class_is_made(tmp_path):
     "A buffer of experiences named its own tuple in an annotation: the replay could not import the script."
     (tmp_path / "buffer.py").write_text(

@@ -54,8 +54,11 @@ from stabilitylab.probe.draft.trainer_code import (
 from ...run.curves import CLIPPED_SCALED, LIKELIHOOD, TRAINED_BESIDE
 
 # %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
+_PART = "part_of_model"  # what a loop calls `model`, where the recorded model holds it
+
+
 class _Localize(ast.NodeTransformer):
-    "Gives attributes that the statements set, such as `self.loss`, names of their own."
+    "Gives attributes that the statements set, such as `self.loss`, and another `model`, names of their own."
 
     def __init__(self, statements: list[ast.stmt], scope: dict[str, Any], model: torch.nn.Module):
         nodes = [n for s in statements for n in ast.walk(s) if isinstance(n, ast.Attribute)]
@@ -65,6 +68,17 @@ class _Localize(ast.NodeTransformer):
             for text, root in chains.items()
             if text.replace(".", "").isidentifier() and not is_same_model(scope.get(root or ""), model)
         }
+        # the draft calls the recorded model so, of which this one may be a part
+        self.is_part = isinstance(scope.get("model"), nn.Module) and not is_same_model(scope["model"], model)
+        if self.is_part:
+            scope[_PART] = scope["model"]
+
+    def visit_Name(
+        self,
+        node: ast.Name,  # any name in the statements
+    ) -> ast.AST:
+        "Another name for a `model` that is not the recorded one."
+        return ast.Name(_PART, node.ctx) if self.is_part and node.id == "model" else node
 
     def visit_Attribute(
         self,

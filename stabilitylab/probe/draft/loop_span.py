@@ -49,6 +49,20 @@ def _loop_names(body: list[ast.stmt], line: int) -> set[str]:
     return names
 
 
+def _changing_names(frame: types.FrameType, source: Source) -> set[str]:
+    "Names that another step may have with other values: set in loops around it, or given to its function."
+    names = _loop_names(source.body, source.line)
+    code, caller = frame.f_code, frame.f_back
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names |= {name for name in given if type(frame.f_locals.get(name)) in (int, float)}
+    while caller is not None and code.co_name != "<module>":
+        script = frame_source(caller) if caller.f_code.co_name == "<module>" else None
+        if script is not None and caller.f_globals is frame.f_globals:
+            names |= _loop_names(script.body, script.line)
+        caller = caller.f_back
+    return names
+
+
 def _function_of(call: ast.Call, scope: dict[str, Any]) -> tuple[types.FunctionType, Any] | None:
     "(the function that a call runs, what it is bound to); None for what is no function of Python."
     value = value_at(call.func, scope)
@@ -305,7 +319,7 @@ def loop_span(
         return None
     statements, inside = step
     scope = {**inside.scope, passed_back.__name__: passed_back}
-    loops = _loop_names(source.body, source.line)
+    loops = _changing_names(frame, source)
     recording = getattr(recorder, "recording", None)
     optimizers = [] if recording is None else recording.probes.params.steps.optimizers
     opened = _one_pass(statements, scope, loops, optimizers)

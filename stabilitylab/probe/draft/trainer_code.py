@@ -322,7 +322,7 @@ def trainer_values(
     "The numbers that a module reads of its trainer, as they are now."
     values = {}
     kind: Any = type(model)
-    for name in {*_COUNTERS, *_read_of_trainer(kind)}:
+    for name in sorted({*_COUNTERS, *_read_of_trainer(kind)}):
         with suppress(Exception):  # a property of the Trainer may raise anything
             values[name] = getattr(trainer, name)
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
