@@ -53,8 +53,8 @@ def _changing_names(frame: types.FrameType, source: Source) -> set[str]:
     "Names that another step may have with other values: set in loops around it, or given to its function."
     names = _loop_names(source.body, source.line)
     code, caller = frame.f_code, frame.f_back
-    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    names |= {name for name in given if type(frame.f_locals.get(name)) in (int, float)}
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names |= {name for name in arguments if type(frame.f_locals.get(name)) in (int, float)}
     while caller is not None and code.co_name != "<module>":
         script = frame_source(caller) if caller.f_code.co_name == "<module>" else None
         if script is not None and caller.f_globals is frame.f_globals:
