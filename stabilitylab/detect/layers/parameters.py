@@ -7,6 +7,7 @@ __all__ = ['not_shown']
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #91f67206
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import xarray as xr
@@ -68,7 +69,11 @@ def _named_after(run: xr.DataTree, beginning: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in lists for name in names.split(", ")))
 
 
-_POOLER = "pooler"  # of BERT and its kin: unused where the states of the tokens are read
+def _lack(names: Sequence[str], count: str, onset: int | None = None) -> list[Finding]:
+    "A lack of gradient of some parameters, by the name of their count; [] where there are none."
+    severity = "warning" if count in ("n", "without_optimizer") else "info"
+    lack = Finding("no_gradient", severity, onset, modules=tuple(names), evidence={count: len(names)})
+    return [lack] if names else []
 
 
 def find_no_gradient(
@@ -82,23 +87,19 @@ def find_no_gradient(
     norm, nonfinite = gradients.grad_norm, gradients.nonfinite_count
     has_gradient = np.nan_to_num(norm.transpose("step", "param").values, nan=0.0, posinf=1.0).any(axis=0)
     has_nonfinite = (nonfinite.fillna(0) != 0).any("step").values
-    is_trainable = np.isin(
-        gradients.param.values.astype(str), [str(name) for name in run.attrs.get("trainable", ())]
-    )
-    dead = gradients.param.values[is_trainable & ~has_gradient & ~has_nonfinite].astype(str).tolist()
-    dead = [name for name in dead if name not in _named_after(run, CHANGED)]  # a note of their own
-    trains = set(gradients.param.values[has_gradient].astype(str).tolist())
+    params, trainable = gradients.param.values.astype(str), list(map(str, run.attrs.get("trainable", ())))
+    is_dead = np.isin(params, trainable) & ~has_gradient & ~has_nonfinite
+    changed, trains = _named_after(run, CHANGED), set(params[has_gradient].tolist())  # a note of their own
+    dead = [name for name in params[is_dead].tolist() if name not in changed]
     cancels = [name for name in dead if _weight_beside(name) in trains]
     never_called = _never_called(run)
     uncalled = [name for name in dead if name.rpartition(".")[0] in never_called]
-    pooler = [name for name in dead if _POOLER in name.split(".") and name not in uncalled]
+    # of BERT and its kin: unused where the states of the tokens are read
+    pooler = [name for name in dead if "pooler" in name.split(".") and name not in uncalled]
     lost = [name for name in dead if name not in cancels + uncalled + pooler]
-    onset, findings = gradients.step.values[0], []
     rows = (lost, "n"), (cancels, "cancels"), (uncalled, "uncalled"), (pooler, "pooler")
-    for names, count in rows:
-        severity, evidence = "warning" if count == "n" else "info", {count: len(names)}
-        findings += [Finding("no_gradient", severity, onset, modules=tuple(names), evidence=evidence)]
-    return [finding for finding in findings if finding.modules]
+    onset = int(gradients.step.values[0])
+    return [finding for names, count in rows for finding in _lack(names, count, onset)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #c12c0669
 def _has_odd_side(shape: list[int]) -> bool:
@@ -293,12 +294,7 @@ def find_without_optimizer(
     "Trainable parameters that are in no optimizer."
     changed = _named_after(run, CHANGED)
     forgotten = tuple(name for name in _named_after(run, FORGOTTEN) if name not in changed)
-    rows = (forgotten, "warning", "without_optimizer"), (changed, "info", "set_otherwise")
-    return [
-        Finding("no_gradient", severity, modules=names, evidence={count: len(names)})
-        for names, severity, count in rows
-        if names
-    ]
+    return _lack(forgotten, "without_optimizer") + _lack(changed, "set_otherwise")
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ac2de796
 def _are_matrices(run: xr.DataTree, updates: xr.Dataset) -> list[bool]:

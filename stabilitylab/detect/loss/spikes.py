@@ -336,13 +336,6 @@ def _is_early_low(spike: Spike, series: Curve) -> bool:
     return spike.is_short and is_early and 0 < spike.peak < began
 
 
-def _severity(is_lost: bool, is_low: bool) -> str:
-    "How much a spike matters."
-    if is_lost:
-        return "error"
-    return "info" if is_low else "warning"
-
-
 def _end(loss: Curve, spike: Spike) -> int:
     "The last step of a spike; the last one before a restart, where the steps begin anew in it."
     steps = loss.step[spike.first : spike.last + 1]
@@ -371,9 +364,10 @@ def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
         evidence |= {"note": evidence_words("first records"), "z": float("nan")}
     if loss.value[spike.first] < spike.baseline + limit("majority") * (spike.peak - spike.baseline):
         evidence["is_gradual"] = True
+    severity = "warning" if has_level and not is_low else "info"
     return Finding(
         "loss_spike",
-        _severity(is_lost, is_low) if has_level else "info",
+        "error" if is_lost and has_level else severity,
         onset=loss.step[spike.first],
         end=_end(loss, spike),
         evidence=evidence,

@@ -25,8 +25,8 @@ from stabilitylab.probe.draft.loop_setup import (
     model_code,
     scale_of_clipped,
 )
-from .loop_source import relevant, root_name, settled, stored_names, value_at
-from .loop_span import LoopSpan, loop_span, passes_outside
+from .loop_source import relevant, settled, stored_names, value_at
+from .loop_span import Localize, LoopSpan, loop_span, passes_outside
 from stabilitylab.probe.draft.loop_values import (
     OWN_VECTORS,
     Keeper,
@@ -53,40 +53,8 @@ from stabilitylab.probe.draft.trainer_code import (
 )
 from ...run.curves import CLIPPED_SCALED, LIKELIHOOD, TRAINED_BESIDE
 
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #d9c6bad3
-_PART = "part_of_model"  # what a loop calls `model`, where the recorded model holds it
-
-
-class _Localize(ast.NodeTransformer):
-    "Gives attributes that the statements set, such as `self.loss`, and another `model`, names of their own."
-
-    def __init__(self, statements: list[ast.stmt], scope: dict[str, Any], model: torch.nn.Module):
-        nodes = [n for s in statements for n in ast.walk(s) if isinstance(n, ast.Attribute)]
-        chains = {ast.unparse(n): root_name(n) for n in nodes if isinstance(n.ctx, ast.Store)}
-        self.names = {
-            text: text.replace(".", "_")
-            for text, root in chains.items()
-            if text.replace(".", "").isidentifier() and not is_same_model(scope.get(root or ""), model)
-        }
-        # the draft calls the recorded model so, of which this one may be a part
-        self.is_part = isinstance(scope.get("model"), nn.Module) and not is_same_model(scope["model"], model)
-        if self.is_part:
-            scope[_PART] = scope["model"]
-
-    def visit_Name(
-        self,
-        node: ast.Name,  # any name in the statements
-    ) -> ast.AST:
-        "Another name for a `model` that is not the recorded one."
-        return ast.Name(_PART, node.ctx) if self.is_part and node.id == "model" else node
-
-    def visit_Attribute(
-        self,
-        node: ast.Attribute,  # such as `self.loss`
-    ) -> ast.AST:
-        "A name in place of such an attribute."
-        name = self.names.get(ast.unparse(node))
-        return self.generic_visit(node) if name is None else ast.Name(name, node.ctx)
+# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #568b0965
+_RAN = "ran"  # set by a line that runs a model from which the loss is read afterwards
 
 
 def _shared(span: LoopSpan) -> ast.expr:
@@ -96,9 +64,6 @@ def _shared(span: LoopSpan) -> ast.expr:
     if not isinstance(count, int) or count == 1:
         return span.loss
     return ast.BinOp(span.loss, ast.Div(), ast.Constant(count))
-
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #568b0965
-_RAN = "ran"  # set by a line that runs a model from which the loss is read afterwards
 
 
 def _is_drawing(model: torch.nn.Module) -> bool:
@@ -197,7 +162,7 @@ def loop_code(
     if span is None:
         return None
     passes = passes_outside(span, frame, model)
-    named = _Localize(span.statements, span.scope, model)
+    named = Localize(span.statements, span.scope, model)
     span.statements[:] = [named.visit(statement) for statement in span.statements]
     span.loss = named.visit(span.loss)
     _mark_runs(span, model)

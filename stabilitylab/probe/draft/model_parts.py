@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import cache
 from textwrap import dedent, indent
 from typing import Any
@@ -117,6 +118,29 @@ def container_source(
     if len(text) > LONG:
         text = "\n" + indent(",\n".join(parts), " " * 4) + ",\n"
     return f"torch.nn.{kind.__name__}({CONTAINERS[kind].format(text)})"
+
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #fd277b6a
+def peft_source(
+    model: Any,  # a module
+    base: Callable[[torch.nn.Module], str],  # a model -> the call that makes it
+    config: Callable[[type, dict], str | None],  # (class, arguments) of a configuration -> its call
+) -> str | None:  # None where it is no model of PEFT, or has several adapters
+    "The call that puts the adapter of PEFT into a model again."
+    configs = getattr(model, "peft_config", None)
+    if "peft" not in sys.modules or type(model).__module__.partition(".")[0] != "peft" or not configs:
+        return None
+    (name, adapter), *others = configs.items()
+    words = {key: value for key, value in adapter.to_dict().items() if value is not None}
+    words = {key: value.value if isinstance(value, Enum) else value for key, value in words.items()}
+    accepted = inspect.signature(type(adapter)).parameters
+    words = {key: sorted(value) if isinstance(value, set) else value for key, value in words.items()}
+    words = {key: value for key, value in words.items() if key in accepted and value != accepted[key].default}
+    words.pop("base_model_name_or_path", None)
+    words.pop("inference_mode", None)
+    text = config(type(adapter), words)
+    if others or text is None:
+        return None
+    return f"get_peft_model({base(model.get_base_model())}, {text}, {name!r})"
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #6dab0d77
 def _zeros(buffer: torch.Tensor | None) -> str:

@@ -31,10 +31,10 @@ from stabilitylab.probe.draft.model_parts import (
     container_source,
     is_of_torch,
     kept_as_given,
+    peft_source,
 )
 from .name_sources import is_same_model
 from .running_script import Imports
-from .trainer_code import peft_source
 from ..optimizers import groups_of
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #bc2695c8

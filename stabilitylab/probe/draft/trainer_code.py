@@ -391,26 +391,3 @@ def mixed_dtype(
     if state is None or "_original_forward" not in vars(model):
         return None
     return _MIXED.get(str(state.AcceleratorState._shared_state.get("_mixed_precision")))
-
-# %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #fd277b6a
-def peft_source(
-    model: Any,  # a module
-    base: Callable[[torch.nn.Module], str],  # a model -> the call that makes it
-    config: Callable[[type, dict], str | None],  # (class, arguments) of a configuration -> its call
-) -> str | None:  # None where it is no model of PEFT, or has several adapters
-    "The call that puts the adapter of PEFT into a model again."
-    configs = getattr(model, "peft_config", None)
-    if "peft" not in sys.modules or type(model).__module__.partition(".")[0] != "peft" or not configs:
-        return None
-    (name, adapter), *others = configs.items()
-    words = {key: value for key, value in adapter.to_dict().items() if value is not None}
-    words = {key: value.value if isinstance(value, Enum) else value for key, value in words.items()}
-    accepted = inspect.signature(type(adapter)).parameters
-    words = {key: sorted(value) if isinstance(value, set) else value for key, value in words.items()}
-    words = {key: value for key, value in words.items() if key in accepted and value != accepted[key].default}
-    words.pop("base_model_name_or_path", None)
-    words.pop("inference_mode", None)
-    text = config(type(adapter), words)
-    if others or text is None:
-        return None
-    return f"get_peft_model({base(model.get_base_model())}, {text}, {name!r})"
