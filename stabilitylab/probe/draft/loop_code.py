@@ -26,7 +26,13 @@ from stabilitylab.probe.draft.loop_setup import (
     scale_of_clipped,
 )
 from .loop_source import relevant, settled, stored_names, value_at
-from .loop_span import Localize, LoopSpan, loop_span, passes_outside
+from stabilitylab.probe.draft.loop_span import (
+    Localize,
+    LoopSpan,
+    is_same_model,
+    loop_span,
+    passes_outside,
+)
 from stabilitylab.probe.draft.loop_values import (
     OWN_VECTORS,
     Keeper,
@@ -34,7 +40,7 @@ from stabilitylab.probe.draft.loop_values import (
     power_vectors,
 )
 from .model_parts import assembled_source
-from .name_sources import batch_parts, is_same_model, resolved_lines
+from .name_sources import batch_parts, resolved_lines
 from .python_source import Draft, cast_source, model_source
 from stabilitylab.probe.draft.running_script import (
     global_source,

@@ -29,9 +29,9 @@ from stabilitylab.probe.draft.loop_source import (
     stored_names,
     value_at,
 )
-from .loop_span import function_source
+from .loop_span import function_source, is_same_model
 from .loop_values import ValueSource
-from .name_sources import PLAIN, free_names, is_same_model, resolved_lines
+from .name_sources import PLAIN, free_names, resolved_lines
 from .python_source import Draft
 
 # %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #6eaea14f

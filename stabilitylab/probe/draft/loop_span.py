@@ -29,7 +29,6 @@ from stabilitylab.probe.draft.loop_source import (
     value_at,
 )
 from .loop_values import passed_back
-from .name_sources import is_same_model
 from ..settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #e9858c96
@@ -156,6 +155,16 @@ def bare_optimizer(
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #689febf1
+def is_same_model(
+    value: Any,  # anything
+    model: torch.nn.Module | None,  # the recorded one
+) -> bool:
+    "Whether a value is the recorded model, or what spreads, compiles or wraps it."
+    if not isinstance(value, torch.nn.Module) or model is None:
+        return False
+    return model_itself(value) is model or getattr(value, "module", None) is model
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #64f297f5
 def _optimizer_at(node: ast.expr, scope: dict[str, Any]) -> Any:

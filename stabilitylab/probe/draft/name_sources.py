@@ -19,22 +19,11 @@ import torch
 
 from ...numerics.pytree import tensors_of
 from .loop_source import Source, root_name, stored_names, value_at
-from .loop_span import function_source
+from .loop_span import function_source, is_same_model
 from .loop_values import Keeper, LoopValues, ValueSource
-from ..settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #6d2d151f
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
-
-
-def is_same_model(
-    value: Any,  # anything
-    model: torch.nn.Module | None,  # the recorded one
-) -> bool:
-    "Whether a value is the recorded model, or what spreads, compiles or wraps it."
-    if not isinstance(value, torch.nn.Module) or model is None:
-        return False
-    return model_itself(value) is model or getattr(value, "module", None) is model
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #6539eae4
 def _inner_names(node: ast.AST) -> set[str]:

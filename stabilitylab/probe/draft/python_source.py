@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...numerics.pytree import container_kind
-from .loop_span import bare_optimizer
+from .loop_span import bare_optimizer, is_same_model
 from stabilitylab.probe.draft.model_parts import (
     CONTAINERS,
     LONG,
@@ -33,7 +33,6 @@ from stabilitylab.probe.draft.model_parts import (
     kept_as_given,
     peft_source,
 )
-from .name_sources import is_same_model
 from .running_script import Imports
 from ..optimizers import groups_of
 
