@@ -9,7 +9,8 @@ import xarray as xr
 
 from stabilitylab.detect.context import scales_its_loss
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.detect.facts.evidence import evidence
+from stabilitylab.detect.facts.evidence import _step_of_test, evidence
+from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.detect.ranks import find_odd_rank
 from stabilitylab.run.record import new_run
@@ -408,3 +409,19 @@ def test_the_loss_of_a_rank_is_told_where_its_values_are_not():
 @pytest.mark.parametrize(("optimizer", "n"), [("SGD", 1), ("AdamW", 0), (["SGD", "AdamW"], 0)])
 def test_an_optimizer_without_moments_is_told(optimizer, n):
     assert facts_of(ordinary(), "moments", optimizer=optimizer) == [(0, None) if n else None]
+
+
+@pytest.mark.parametrize(
+    ("spans", "step"),
+    [
+        ([], 60),  # nothing was found: the jump itself
+        ([("warning", 50, 70)], 60),
+        ([("warning", 75, 80)], 60),  # begins shortly after it
+        ([("error", 179, 179), ("warning", 101, 121)], 101),
+        ([("info", 50, 70), ("warning", 101, 121)], 101),  # a note is no problem
+    ],
+)
+def test_the_swap_test_is_offered_at_a_step_at_which_something_was_found(spans, step):
+    "The jump that the facts look at was a small one at step 60; the findings began at step 101."
+    findings = [Finding("loss_spike", severity, first, last) for severity, first, last in spans]
+    assert _step_of_test(60, findings) == step

@@ -697,6 +697,46 @@ def test_a_bias_that_the_loss_cancels_is_no_part_that_does_not_train():
     assert cancelled.modules == ("critic.4.bias",)
 
 
+def test_an_unused_pooler_is_no_part_that_should_train():
+    "A healthy fine-tuning of sentences was told that part of its model does not train."
+    params = ["encoder.weight", "pooler.dense.weight", "carpooler.weight"]
+    data = xr.Dataset(
+        {
+            "grad_norm": (("step", "param"), np.tile([1.0, 0.0, 0.0], (20, 1))),
+            "nonfinite_count": (("step", "param"), np.zeros((20, 3))),
+        },
+        coords={"step": np.arange(20), "param": params},
+    )
+    tree = run_of(np.linspace(3, 2, 20))
+    tree["gradients"], tree.attrs["trainable"] = xr.DataTree(data), params
+    lost, pooler = find_no_gradient(tree)
+    assert (lost.severity, lost.modules) == ("warning", ("carpooler.weight",))
+    assert (pooler.severity, pooler.modules) == ("info", ("pooler.dense.weight",))
+    assert "1 parameter of the pooler gets no gradient" in explain(pooler)
+
+
+@pytest.mark.parametrize(("changed", "is_note"), [(range(30), True), (range(2, 30), False), ((), False)])
+def test_a_target_network_of_many_parameters_is_no_forgotten_part(tmp_path, changed, is_note):
+    "A target network was told to be forgotten by its optimizer, and to never move, as the likely cause."
+    model = torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2), "target": torch.nn.ParameterList()})
+    model["target"].extend([torch.nn.Parameter(torch.ones(2)) for _ in range(30)])
+    optimizer = torch.optim.SGD(model["net"].parameters(), lr=0.1)
+    with sl.Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model["net"](torch.ones(4, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            for at in changed:  # in place, past the counter of versions
+                model["target"][at].data.fill_(float(step))
+            recorder.step(loss)
+    findings = [f for f in sl.diagnose(sl.open_run(tmp_path / "run")) if f.kind == "no_gradient"]
+    told = {name for f in findings if f.severity == "warning" for name in f.modules}
+    assert not told.intersection(f"target.{at}" for at in changed)
+    assert bool(told) is not is_note
+    assert any(f.evidence.get("set_otherwise") == len(changed) for f in findings) is bool(changed)
+
+
 def test_rounding_noise_of_a_gradient_does_not_explode():
     "A bias that softmax cancels: its gradient of 1e-10 beside others of 1 was told to explode."
     steps = np.arange(30)

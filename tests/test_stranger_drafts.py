@@ -413,7 +413,29 @@ with Recorder(both, optimizer, "run", snapshot_every=4) as recorder:
         optimizer.step()
         recorder.step(loss)
 """
+STEPPING = """
+class Stepper:
+    def __init__(self):
+        self.optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def step(self, batch):
+        x, y = batch
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+stepper = Stepper()
+with Recorder(model, stepper.optimizer, "run", snapshot_every=4) as recorder:
+    for _ in range(10):
+        batch = recorder.batch((torch.randn(6, 4), torch.randn(6, 4)))
+        loss = stepper.step(batch)
+        recorder.step(loss)
+"""
 SHAPES = {
+    "a method called step that is given the batch": STEPPING,
     "a number that the function is given": EPOCH.replace("ARGUMENTS", "weight"),
     "a number that the script sets in its loop": EPOCH.replace("ARGUMENTS", ""),
     "a part that the loop calls model": OF_TWO,
@@ -423,7 +445,7 @@ SHAPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_loop_is_replayed_with(tmp_path, capsys, shape):
-    "The first two were replayed with the number of the first epoch, the third by `model`, not by its part."
+    "Numbers were those of the first epoch, a part was taken for the model, a batch for a closure."
     (tmp_path / "train.py").write_text(NET + SHAPES[shape])
     environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)

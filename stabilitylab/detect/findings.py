@@ -228,14 +228,8 @@ _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence i
 _MULTIPLES = ("z", "factor")  # left out where they are not finite
 _MOST_NOISES = 1e4  # times the noise; more says only that there was next to none: our convention
 _NAMED = 4  # names that a sentence has in full
-_COUNTS = (
-    "n",
-    "without_optimizer",
-    "set_otherwise",
-    "cancels",
-    "uncalled",
-    "pooler",
-)  # how many parameters a finding speaks of
+# how many parameters a finding speaks of
+_COUNTS = ("n", "without_optimizer", "set_otherwise", "cancels", "uncalled", "pooler")
 
 
 def joined(

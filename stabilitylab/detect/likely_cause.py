@@ -15,7 +15,7 @@ from importlib.resources import files
 
 import xarray as xr
 
-from .facts.evidence import evidence
+from .facts.evidence import evidence, is_near
 from .facts.jump_facts import RunFacts
 from .findings import Finding, Findings, about, joined
 from .limits import limit
@@ -258,13 +258,6 @@ _SURE = 3  # by how much a cause leads the second to be sure; our convention
 _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lead; our convention
 
 
-def _is_near(cause: Cause, findings: Findings) -> bool:
-    "Whether something was found at the step of a cause, or begins shortly after it."
-    step, after = cause.step, limit("short_records")
-    spans = [(f.first, f.end if f.end is not None else f.first) for f in findings if f.first is not None]
-    return step is None or any(first - after <= step <= last for first, last in spans)
-
-
 def is_program_failure(
     finding: Finding,  # of any kind
 ) -> bool:
@@ -286,7 +279,7 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
     is_ill = bool(kinds - {"grad_below_epsilon"})
     # beside nothing but gradients below epsilon, the loss itself must speak for a cause
     causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone or (kinds and c.evidence)]
-    causes = [cause for cause in causes if not cause.is_at_once or _is_near(cause, findings)]
+    causes = [cause for cause in causes if not cause.is_at_once or is_near(cause.step, findings)]
     if not causes or any(_says_all(f, candidates) for f in candidates):
         return None
     first, *others = causes

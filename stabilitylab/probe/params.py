@@ -30,8 +30,7 @@ _LATE = (
     " after `optimizer.step`"
 )
 _GRADIENTS, UPDATES = "gradients", "updates"  # kinds that may be switched off
-_OTHERS = "parameters without an optimizer"  # another
-_NAMED = 20  # parameters that a note names
+_UNOPTIMIZED = "parameters without an optimizer"  # another kind
 
 # %% ../../nbs/api/probe/12_params.ipynb #fcadb7c2
 def _copies(parameter: nn.Parameter, world: int) -> int:
@@ -84,9 +83,6 @@ class NumberedParams:
         self.n_optimized, ids = len(optimized), set(map(id, optimized))
         # trainable parameters that no optimizer has
         self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in ids]
-        self._others = {name: named[name] for name in self.unknown}
-        self._norms: list[float] = []  # of these, when the recording began
-        self._steps = 0
 
     def _optimized(self) -> list[nn.Parameter]:
         "The parameters in the groups of all optimizers."
@@ -109,19 +105,31 @@ class NumberedParams:
             text = f"{n_late} of {len(self.params)} parameters came after the Recorder was entered"
             self.guard.note(f"{text}: norms include them, they have no rows of their own")
 
-    def watch_others(self) -> None:
-        "Say once which parameters without an optimizer change all the same, such as a target network's."
-        self._steps += 1
-        if not self._others or self._steps & (self._steps - 1):  # at the steps 1, 2, 4, 8, …
+# %% ../../nbs/api/probe/12_params.ipynb #5b5935f5
+class UnoptimizedWeights:
+    "The trainable parameters that no optimizer has: whether something changes them all the same."
+
+    def __init__(
+        self,
+        numbered: NumberedParams,  # of the model
+    ):
+        self.guard, names = numbered.guard, set(numbered.unknown)
+        self.params = {n: p for n, p in numbered.model.named_parameters() if n in names}
+        self.norms: dict[str, float] = {}  # of these, before the first step
+        self.steps = 0
+
+    def look(self) -> None:
+        "Before each step of an optimizer: say once which of them have changed, as a target network does."
+        self.steps += 1
+        # at the steps 1, 2, 4, 8, … alone, as the norms of a device are waited for
+        if not self.params or self.steps & (self.steps - 1):
             return
-        weights = [readable(local(p.detach())) for p in self._others.values()]
-        norms = torch.stack([weight.float().norm() for weight in weights]).tolist()
-        self._norms = self._norms or norms
-        pairs = zip(self._others, self._norms, norms, strict=True)
-        changed = [name for name, first, now in pairs if abs(first - now) > 0]
+        now = {name: float(readable(local(p.detach())).float().norm()) for name, p in self.params.items()}
+        self.norms = self.norms or now
+        changed = [name for name, norm in now.items() if abs(norm - self.norms[name]) > 0]
         if changed:
-            self.guard.note(f"{CHANGED}{', '.join(changed[:_NAMED])}", aloud=False)
-            self._others = {}
+            self.guard.note(f"{CHANGED}{', '.join(changed)}", aloud=False)
+        self.params = {name: p for name, p in self.params.items() if name not in changed}
 
 # %% ../../nbs/api/probe/12_params.ipynb #db2728c3
 def _is_left_over(at_close: dict[int, tuple], i: int, gradient: torch.Tensor) -> bool:
@@ -196,6 +204,7 @@ class ParamReader:
         with_updates: bool = True,  # whether to measure updates, weights and optimizer state too
     ):
         self.numbered, self.with_updates, self.guard = numbered, with_updates, numbered.guard
+        self.unoptimized = UnoptimizedWeights(numbered)
         self.details = ParamDetails(numbered.n_recorded)
         self.gradients = GradientSums(numbered, self.details)
         self.updates = StepUpdates(numbered.at, self.details)
@@ -218,7 +227,7 @@ class ParamReader:
     ) -> None:
         "The gradients that the step will use, and copies of weights."
         self.gradients.use(optimizer)
-        self.guard.attempt(_OTHERS, None, self.numbered.watch_others)
+        self.guard.attempt(_UNOPTIMIZED, None, self.unoptimized.look)
         if self.with_updates:
             # a closure (LBFGS) runs the backward pass inside the step: there is no gradient to go by yet
             has_closure = any(map(callable, arguments))

@@ -307,6 +307,13 @@ _NO_TRAINER = (
 )
 
 
+def _attached(model: Any, optimizers: list, loop: dict, schedulers: int, has_logger: bool) -> Any:
+    "A context in which a module has a stand-in for its Trainer; what that lacks is told in a sentence."
+    values = {key: value for key, value in loop.items() if key != "batch_idx"}
+    trainer = model.trainer = _OneStepTrainer(model, optimizers, values, schedulers, has_logger)
+    return _refusing(_NO_TRAINER.format(type(model).__name__), trainer, trainer.strategy)
+
+
 def module_step(
     model: Any,  # LightningModule with `automatic_optimization = False`
     optimizers: list,  # in the order of its `configure_optimizers`
@@ -316,9 +323,8 @@ def module_step(
     has_logger: bool = False,  # whether the run had a logger
 ) -> torch.Tensor | None:  # the loss that `training_step` returns; None where it returns none
     "Runs the `training_step` of a module with the hooks of the module around it, without a Trainer."
-    values, index = {key: value for key, value in loop.items() if key != "batch_idx"}, loop["batch_idx"]
-    trainer = model.trainer = _OneStepTrainer(model, optimizers, values, schedulers, has_logger)
-    with _refusing(_NO_TRAINER.format(type(model).__name__), trainer, trainer.strategy):
+    index = loop["batch_idx"]
+    with _attached(model, optimizers, loop, schedulers, has_logger):
         _call_hook(model, "on_train_batch_start", batch, index)
         out = _training_step(model, batch, index)
         _call_hook(model, "on_train_batch_end", out, batch, index)
@@ -334,10 +340,8 @@ def module_loss(
     has_logger: bool = False,  # whether the run had a logger
 ) -> Any:  # what `training_step` returns
     "Runs the `training_step` of a module with the counters that the Trainer had."
-    values, index = {key: value for key, value in loop.items() if key != "batch_idx"}, loop["batch_idx"]
-    trainer = model.trainer = _OneStepTrainer(model, [], values, schedulers, has_logger)
-    with _refusing(_NO_TRAINER.format(type(model).__name__), trainer, trainer.strategy):
-        return _training_step(model, batch, index)
+    with _attached(model, [], loop, schedulers, has_logger):
+        return _training_step(model, batch, loop["batch_idx"])
 
 
 def _training_step(model: Any, batch: Any, index: int) -> Any:

@@ -118,6 +118,16 @@ def _of_batches(steps: Steps) -> RunFacts:
         return facts
     return {name: fact for name, fact in facts.items() if name not in _REPEATS} | reused
 
+# %% ../../../nbs/api/detect/facts/85_evidence.ipynb #944bafbb
+def is_near(
+    step: int | None,  # of a cause, or of a jump of the loss; None: a cause of the whole run
+    findings: Sequence[Finding],  # findings detected in the record
+) -> bool:
+    "Whether something was found at a step, or begins shortly after it."
+    before = limit("short_records")
+    spans = [(f.first - before, f.last) for f in findings if f.onset is not None]
+    return step is None or any(first <= step <= last for first, last in spans)
+
 # %% ../../../nbs/api/detect/facts/85_evidence.ipynb #944bafbc
 # the swap test: states 64, 32 and 16 steps before and the suspect one, each from the snapshot before it;
 # then five batches from each, and up to eight later ones from the first three
@@ -145,11 +155,8 @@ def _swap_test(steps: Steps, step: int) -> RunFacts:
 
 def _step_of_test(event: int, findings: Sequence[Finding]) -> int:
     "The step in question: of the jump of the loss, or of the first problem where the jump is in none."
-    problems = [f for f in findings if f.severity != "info" and f.first is not None]
-    spans = [(f.first, f.first if f.end is None else f.end) for f in problems]
-    after = limit("short_records")
-    is_near = any(first - after <= event <= last for first, last in spans)
-    return event if is_near or not spans else min(first for first, _ in spans)
+    problems = [f for f in findings if f.severity != "info" and f.onset is not None]
+    return event if not problems or is_near(event, problems) else min(f.first for f in problems)
 
 
 def evidence(

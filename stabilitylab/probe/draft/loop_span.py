@@ -120,22 +120,22 @@ def _bindings(arguments: dict[str, ast.expr], values: dict[str, Any]) -> list[as
     ]
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #ec404ec4
-def _closure_call(call: ast.Call) -> ast.Call:
-    "The call of the closure that a step is given; any other call is itself."
+def _runs(call: ast.Call) -> list[ast.Call]:
+    "What a call runs: itself, and the closure that an optimizer's step is given."
     is_step = isinstance(call.func, ast.Attribute) and call.func.attr == "step"
-    first = call.args[0] if is_step and len(call.args) == 1 else call
-    is_named = isinstance(first, (ast.Name, ast.Attribute))
-    return ast.copy_location(ast.Call(first, [], []), call) if is_named else call
+    names = [arg for arg in call.args if is_step and isinstance(arg, (ast.Name, ast.Attribute))]
+    return [call, *(ast.Call(name, [], []) for name in names)]
 
 
 def _called_step(statements: list[ast.stmt], scope: dict[str, Any]) -> tuple[list[ast.stmt], Source] | None:
     "Statements through the first call of a function that takes the backward pass, opened by one level."
     for at, statement in enumerate(statements):
-        within = _called_step(statement.body, scope) if isinstance(statement, ast.With) else None
-        if within is not None and isinstance(statement, ast.With):
-            return [*statements[:at], ast.With(items=statement.items, body=within[0])], within[1]
-        for call in [n for n in ast.walk(statement) if isinstance(n, ast.Call)]:
-            call = _closure_call(call)
+        if isinstance(statement, ast.With):
+            within = _called_step(statement.body, scope)
+            if within is not None:
+                return [*statements[:at], ast.With(items=statement.items, body=within[0])], within[1]
+        calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call)]
+        for call in [run for each in calls for run in _runs(each)]:
             function = _function_of(call, scope)
             source = None if function is None else _step_source(function[0])
             if function is None or source is None:

@@ -70,6 +70,11 @@ def own_loss(
     )
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #496c5127
+def _body(lines: list[str]) -> str:
+    "Lines as the body of a function, behind the indent of its first one."
+    return indent("\n".join(lines), "    ").lstrip()
+
+
 def _described(part: Any) -> str:
     "What a part of a batch is."
     if hasattr(part, "shape") and hasattr(part, "dtype"):
@@ -177,7 +182,7 @@ def setup_source(
         arguments=_arguments_lines(),
         directory=repr(str(Path.cwd())),
         imports="\n".join(library) + script + "\n".join(main),
-        model=indent("\n".join(lines), "    ").lstrip(),
+        model=_body(lines),
         seen=model_words,
         optimizer=single,
         **_PARAMETERS | _loss_parts(model, batch, code or by_trainer, recorder),
@@ -223,7 +228,7 @@ def _trainer_code(
     trainer = getattr(recorder, "trainer", None)
     if trainer is not None and hasattr(model, "training_step"):  # Lightning
         step = step_code(model, trainer, recorder.autocast)
-        draft.imports.add(f"from stabilitylab.replay.trainer import {step.call.partition('(')[0]}")
+        draft.imports.add(f"from stabilitylab.replay.trainer import {step.function}")
         return step
     name = None if trainer is None else draft.name_of(type(trainer))
     if trainer is None or name is None:
@@ -261,23 +266,21 @@ def _loss_parts(
     if isinstance(code, StepCode):
         comment = f"{words}, as `training_step` was given it.\n    # {kept_words(code.expressions)}"
         if code.lines:
-            return _OF_STEP | {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip()}
+            return _OF_STEP | {"batch": comment, "loss": _body(code.lines)}
         lines, reduction = _framework_lines(f"own_loss({code.call})", model, recorder)
-        body = indent("\n".join(lines), "    ").lstrip()
-        return {"batch": comment, "loss": body, "reduction": reduction, "parameters": f"model, batch, {LOOP}"}
+        of_loop = {"parameters": f"model, batch, {LOOP}", "reduction": reduction}
+        return {"batch": comment, "loss": _body(lines), **of_loop}
     if isinstance(code, TrainerCode):
         comment = f"{words}, as the trainer's own `compute_loss` was given it."
-        body = indent("\n".join(code.lines), "    ").lstrip()
-        return {"batch": comment, "loss": body, "reduction": code.reduction}
+        return {"batch": comment, "loss": _body(code.lines), "reduction": code.reduction}
     if code is not None:
         todo = "".join(f"\n    # TODO: {text}" for text in code.missing)
         comment = f"{words}. These lines are the loop's.{todo}"
         if code.expressions:
             comment += f"\n    # {kept_words(code.expressions)}"
-        body = indent("\n".join(code.lines), "    ").lstrip()
         parameters = {"parameters": f"model, batch, {LOOP}"} if code.expressions else {}
         # the lines of a loop divide by the number of micro-batches themselves
-        return {"batch": comment, "loss": body, "reduction": "sum", **parameters}
+        return {"batch": comment, "loss": _body(code.lines), "reduction": "sum", **parameters}
     if hasattr(model, "training_step"):  # Lightning
         training_step: Any = model.training_step
         takes_index = len(inspect.signature(training_step).parameters) > 1
@@ -287,7 +290,7 @@ def _loss_parts(
         "\n    # where the loop runs under autocast, do so here."
     )
     lines, reduction = _framework_lines(f"own_loss({call})", model, recorder)
-    return {"batch": hint, "loss": indent("\n".join(lines), "    ").lstrip(), "reduction": reduction}
+    return {"batch": hint, "loss": _body(lines), "reduction": reduction}
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #1519ce83
 def _framework_lines(loss: str, model: nn.Module, recorder: Any) -> tuple[list[str], str]:

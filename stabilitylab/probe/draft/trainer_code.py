@@ -358,8 +358,9 @@ def autocast_lines(
 class StepCode:
     "How a draft calls the training step of a module."
 
+    function: str  # of `replay.trainer`, which calls it
+    call: str  # of that function
     lines: list[str]  # body of the step of a module that optimizes by itself; [] of one that does not
-    call: str  # of the training step
     expressions: dict[str, str]  # name of a kept value -> expression in the callback
 
 
@@ -373,11 +374,11 @@ def step_code(
     schedulers = len(getattr(trainer, "lr_scheduler_configs", None) or [])
     words = f", schedulers={schedulers}" if schedulers else ""
     words += ", has_logger=True" if getattr(trainer, "loggers", None) else ""
-    name = "module_step(model, optimizers" if is_manual else "module_loss(model"
-    call = f"{name}, batch, loop{words})"
+    function, arguments = ("module_step", "model, optimizers") if is_manual else ("module_loss", "model")
+    call = f"{function}({arguments}, batch, loop{words})"
     lines = autocast_lines(f"return {call}", model, autocast) if is_manual else []
     attributes = {name: f"trainer.{name}" for name in trainer_values(model, trainer)}
-    return StepCode(lines, call, {"batch_idx": "batch_idx"} | attributes)
+    return StepCode(function, call, lines, {"batch_idx": "batch_idx"} | attributes)
 
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #f8de4a9a
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
